@@ -82,7 +82,7 @@ def measure(rank: int, name: str, chunks: int) -> Measured:
     with_barrier, without = [], []
     for _ in range(RUNS):
         with_barrier.append(run(lambda: trainer.step(batch, 1e-6)))
-        without.append(run(lambda: speculative.step(batch.tokens, batch.targets, 1e-6)))
+        without.append(run(lambda: speculative.step(batch.arguments, 1e-6)))
     pipeline.close()
     return Measured(with_barrier, without, speculative.speculations, speculative.rollbacks)
 

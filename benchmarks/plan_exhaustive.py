@@ -1,6 +1,6 @@
 """Whether `plan` misses anything: every layout of a coarser space is predicted, without estimates, for 40 questions.
 
-    python benchmarks/plan_exhaustive.py               all questions (half an hour of a core)
+    python benchmarks/plan_exhaustive.py               all questions (an hour of a core)
     python benchmarks/plan_exhaustive.py 3 8           questions 3 to 7
     python benchmarks/plan_exhaustive.py seconds       CPU seconds of the command by the number of devices
 
@@ -79,11 +79,26 @@ def coarse(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 
 def predictions(planner: Planner, request: PlanRequest) -> Iterator[LayoutCosts]:
-    """Those of the layouts that the model and the families take."""
+    """Those of the layouts that the model and the families take; where all blocks must be recomputed, with as few as fit."""
     for layout in coarse(planner, request):
         if layout.pp * layout.v <= planner.shape.num_hidden_layers and not problems(planner.shape, layout):
             with suppress(UsageError):
-                yield planner.predict(layout)
+                yield (found := planner.predict(layout))
+                bare = planner.predict(replace(layout, recompute="none"))
+                if found.peak <= request.memory < bare.peak:
+                    yield from bisected(planner, request, layout)
+
+
+def bisected(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iterator[LayoutCosts]:
+    """Predictions on the way to the fewest blocks of a stage that must be recomputed."""
+    fewest, enough = 1, -(-planner.shape.num_hidden_layers // (layout.pp * layout.v))
+    while fewest < enough:
+        middle = (fewest + enough) // 2
+        yield (found := planner.predict(replace(layout, recompute_layers=middle)))
+        if found.peak <= request.memory:
+            enough = middle
+        else:
+            fewest = middle + 1
 
 
 def tokens(found: LayoutCosts | None) -> float:

@@ -256,7 +256,7 @@ def real_lengths(step: int) -> list[int]:
 
 
 def measured_costs() -> tuple[SequenceTime, Costs]:
-    """Seconds of a micro-batch on 1/p of the model by its length, fitted to single ones, and the shares of F, I and W."""
+    """Seconds of a sequence on 1/p of the model by its length, which the layers compute one by one, and the shares of F, I, W."""
     import torch
 
     import layers as parts
@@ -281,7 +281,7 @@ def measured_costs() -> tuple[SequenceTime, Costs]:
     y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
     fixed, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
     forward, inner = (median(each) for each in zip(*shares, strict=True))
-    return SequenceTime(fixed, linear, square), Costs(forward, inner, 1 - forward - inner)
+    return SequenceTime(0.0, linear, square, fixed), Costs(forward, inner, 1 - forward - inner)
 
 
 def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> list[tuple[float, ...]]:

@@ -74,7 +74,8 @@ def predicted(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planner, Lay
     device = load_device(row["device"])
     if row["published"].get("fp8"):  # products at twice the rate, attention as fast as before; bytes as of bf16
         device = replace(device, flops=2 * device.flops, attention_share=device.attention_share / 2)
-    planner = Planner(shape, device, RUNTIMES[row["runtime"]])
+    runtime = replace(RUNTIMES[row["runtime"]], overlaps_exchange=row.get("tp_comm_overlap", False))
+    planner = Planner(shape, device, runtime)
     cut = "balanced" if row["runtime"] == "pipeloom" else "even"
     layout = parse_layout(row["layout"], PlannedLayout(seq=row["seq"], cut=cut, grads=row.get("grads", "fp32")))
     if row["stages"]:

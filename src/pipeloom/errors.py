@@ -210,7 +210,7 @@ def folded(text: str) -> str:
     """
     lines: list[str] = []
     for line in text.split("\n"):
-        if len(line) <= COLUMNS or "\x1b" in line or len(line.split()) <= 2:
+        if len(line) <= COLUMNS or "\x1b" in line or (len(line.split()) <= 2 and not _LAYOUT.search(line)):
             lines.append(line)
             continue
         margin = " " * (len(line) - len(line.lstrip()) + 4)

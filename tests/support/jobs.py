@@ -58,6 +58,7 @@ def random_job(seed: int, system: str) -> Job:
         options |= set(draw.choice([(), ("blocking_p2p",), ("overlap_warmup",)]))
     options |= {"overlap_params"} if "overlap_grads" in options and draw.random() < 0.5 else set()
     options |= {"delay_wgrad"} if overlap and draw.random() < 0.5 else set()
+    options |= {"overlap_tensor"} if tp > 1 and system == "megatron" and draw.random() < 0.5 else set()
     parts = [part for part in PARTS if draw.random() < 0.3 and (shape.kv_lora_rank or part != "latent_up")]
     layout = PlannedLayout(
         dp, tp, cp, pp, ep, v, m,

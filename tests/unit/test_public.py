@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 
 import pipeloom as pl
 import pipeloom.checkpoint  # with the modules that need torch, not in a test's call
@@ -95,10 +96,13 @@ def test_help_names_all_that_is_public() -> None:
     assert set(pl.__all__) <= set(re.findall(r"\w+", pl.__doc__ or ""))
 
 
-def test_a_name_that_became_internal_works_and_warns() -> None:
-    with pytest.warns(
-        DeprecationWarning, match=r"^Schedule\.kind_stride is internal and goes in 0\.3; Schedule\.programs has"
-    ):
-        assert GPIPE.kind_stride == 4  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="'Schedule' object has no attribute 'kind_strid'"):
-        GPIPE.kind_strid  # type: ignore[attr-defined]  # noqa: B018
+@pytest.mark.parametrize(
+    ("subject", "name", "goes"), [(GPIPE, "kind_stride", "0.3"), ("pipeline", "distributed", "0.4")]
+)
+def test_a_name_that_became_internal_works_and_warns(subject: Any, name: str, goes: str) -> None:
+    if subject == "pipeline":
+        subject = pipeloom.runtime.LocalPipeline([nn.Linear(2, 2)] * 4, GPIPE, loss=nn.functional.mse_loss)
+    with pytest.warns(DeprecationWarning, match=rf"\.{name} is internal and goes in {re.escape(goes)}; \w+\.\w+ has"):
+        assert getattr(subject, name) == getattr(subject, f"_{name}")
+    with pytest.raises(AttributeError, match=f"'{type(subject).__name__}' object has no attribute '{name[:-1]}'"):
+        getattr(subject, name[:-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from pipeloom.cli import lengths, papers
@@ -94,7 +95,7 @@ def command(
     for table_of, value in vars(tables).items():
         if table_of in ("volume", "paper", "lengths") and value is not None and names:
             raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
-        if table_of in ("volume", "paper", "lengths") and value is not None and output.drawn:
+        if table_of in ("volume", "paper") and value is not None and output.drawn:
             raise UsageError(f"--{table_of} prints a table and draws nothing; leave out --{output.drawn[0]}")
     if tables.lengths is None and (tables.replicas, tables.tokens, tables.attention_tokens) != (1, None, None):
         raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
@@ -115,6 +116,8 @@ def command(
             raise UsageError("--lengths needs --ranks, such as --ranks 2")
         numbers, most = lengths.lengths_in(tables.lengths), (tables.replicas, tables.tokens, tables.attention_tokens)
         plans = lengths.plans_of(numbers, sizes.ranks, *most, costs.values())
+        best = plans[0][1]
+        output.draw(lengths.drawn(best), partial(lengths.token_lines, best), bound=best.bound)
         emit(output.as_json, lambda: lengths.as_dict(plans), lambda: lengths.table(plans))
         return
     if not names:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import product
 
 from pipeloom.config import Config, Layout
-from pipeloom.config.layout import flop_costs, stage_words
+from pipeloom.config.layout import STAGE_WORDS, flop_costs, stage_words
 from pipeloom.config.rates import learning_rate
-from pipeloom.draw.figures import in_blocks, in_columns
+from pipeloom.draw.figures import in_columns
 from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
-from pipeloom.plan.memory import RankMemory
-from pipeloom.plan.report import MEMORY_HEADS, gib, step_words
+from pipeloom.plan.report import gib, memory_lines, step_words
 from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
@@ -38,7 +36,7 @@ def report(layout: Layout, device: Device | None, memory: float | None, *, compl
     prediction: RunPrediction | None = None
     try:
         prediction = predicted(layout, device)
-        bytes_lines = _bytes_lines(prediction)
+        bytes_lines = memory_lines(prediction.ranks, size_words, "peak", len(prediction.ranks))
     except UsageError as error:
         bytes_lines = [f"bytes at the peak: not predicted: {error}"]
     lines = [
@@ -62,16 +60,6 @@ def report(layout: Layout, device: Device | None, memory: float | None, *, compl
     if prediction is not None and limit is not None and prediction.peak > limit:
         return lines, _missing(layout, prediction, limit)
     return lines, ""
-
-
-def _bytes_lines(prediction: RunPrediction) -> list[str]:
-    """Return a table of the bytes of each rank at its peak, on one device; without columns of zeros."""
-    names = [spec.name for spec in fields(RankMemory) if spec.name not in ("gathered", "peak_action")]
-    names = [name for name in names if any(getattr(memory, name) for memory in prediction.ranks)]
-    rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "peak"]]
-    for rank, memory in enumerate(prediction.ranks):
-        rows.append([str(rank), *(size_words(getattr(memory, name)) for name in names), size_words(memory.total)])
-    return in_blocks(rows)
 
 
 def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device | None) -> list[str]:
@@ -147,7 +135,7 @@ def _rank_lines(layout: Layout, timeline: Timeline) -> list[str]:
     divided = [f"{axis} {size}" for axis, size in (("tp", layout.mesh.tp), ("ep", layout.mesh.ep)) if size > 1]
     if divided:
         lines.append(f"      totals of each pipeline rank, which {' and '.join(divided)} divide")
-    return lines
+    return [*lines, STAGE_WORDS]
 
 
 def _rates(config: Config, steps: int, replicas: int) -> Sequence[tuple[int, float]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pipeloom.draw.figures import in_columns, number
+from pipeloom.draw.svg import LINE, SHEET_MARGIN, Sheet, svg_document, svg_style, wrapped
 from pipeloom.errors import UsageError
 from pipeloom.limits import read_text
 from pipeloom.plan.step import SequenceTime, StepPlan, plan_step, simple_plans
-from pipeloom.schedule import Costs
+from pipeloom.schedule import Costs, Timeline
 
 _MOST_BYTES = 10_000_000
 
@@ -54,6 +56,28 @@ def as_dict(plans: list[tuple[str, StepPlan]]) -> dict[str, Any]:
     return {"bound": plans[0][1].bound, "plans": rows}
 
 
+def drawn(plan: StepPlan) -> list[Timeline]:
+    """Return the timelines of the replicas, named after them."""
+    return [
+        replace(each.timeline, label=f"replica {at}: {each.schedule.name}") for at, each in enumerate(plan.replicas)
+    ]
+
+
+def token_lines(plan: StepPlan, width: float) -> str:
+    """Return an SVG document of `width` pixels with the tokens of each replica's micro-batches, by their numbers."""
+    sheet, title, y = Sheet(width), "number:tokens of each micro-batch", 28.0
+    sheet.text(SHEET_MARGIN, y, title, "h")
+    for at, each in enumerate(plan.replicas):
+        words = [f"replica {at}:", *(f"{batch}:{tokens}" for batch, tokens in enumerate(each.tokens))]
+        for line in wrapped(" ".join(words), 12, width - 2 * SHEET_MARGIN):
+            y += LINE
+            sheet.text(SHEET_MARGIN, y, line)
+    return svg_document((width, y + 14), title, svg_style(), sheet.out)
+
+
+_TIMES = "makespan: in the times of the costs (default: F, I and W of 1,000 tokens on 1/p of the model take 1 each)"
+
+
 def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
     """Return a line for each plan, and the tokens of each replica's micro-batches, replicas under each other."""
     shortest = plans[0][1].makespan
@@ -68,4 +92,4 @@ def table(plans: list[tuple[str, StepPlan]]) -> list[str]:
         for at, each in enumerate(plan.replicas)
     ]
     heading = ["micro-batches", "replica", "tokens of each in order"]
-    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True)]
+    return [*in_columns(lines, 2), "", *in_columns([heading, *tokens], 3, ragged=True), "", _TIMES]

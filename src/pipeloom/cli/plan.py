@@ -36,7 +36,7 @@ from pipeloom.plan.report import (
     advice,
     as_dict,
     gib,
-    memory_rows,
+    memory_lines,
     none_fits,
     reason,
     refined_lines,
@@ -341,10 +341,10 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
     room = (device.memory - prediction.peak) / 2**30
     return [
         f"{prediction.text}:",
-        f"{prediction.layout.world} devices, stages {layout_string(*layers)}",
+        f"{prediction.layout.world} devices, stages {layout_string(*layers)} (E: embedding, t: block, L: output layer)",
         *(in_blocks(layers_by_rank(prediction.short, *layers)) if prediction.layout.pp > 1 else ()),
         step_words(prediction.step, prediction.tokens, device.name, measured=measured),
-        *in_blocks(memory_rows(prediction.ranks)),
+        *memory_lines(prediction.ranks),
         f"rank {prediction.worst} needs the most, {gib(prediction.peak)} GiB, at {worst.peak_action}: "
         + (f"{room:.1f} GiB are left" if room >= 0 else f"{-room:.1f} GiB more than there are"),
     ]

@@ -15,7 +15,7 @@ from pipeloom.cli.options import flag, with_options
 from pipeloom.cli.output import emit, json_flag, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.chart import Panel, chart
-from pipeloom.draw.figures import in_columns
+from pipeloom.draw.figures import in_blocks
 from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.hub import presets
 from pipeloom.shapes.layers import layer_sizes
@@ -159,23 +159,23 @@ def _lines(form: dict[str, Any]) -> list[str]:
         rows.append([each["name"][-18:] + number, *times])
     lines = [
         f"{form['device']}; micro-batches of {samples} x {tokens} tokens; medians and their spread",
-        *in_columns(rows),
+        *in_blocks(rows),
     ]
     names = {"input": "kept", "saved": "saved", "pending": "pending"}
     sizes = [[each["name"][-18:], *(size_words(each["bytes"][name]) for name in names)] for each in form["layers"]]
-    lines += in_columns([["layer, bytes", *names.values()], *sizes])
+    lines += in_blocks([["layer, bytes", *names.values()], *sizes])
     rows = [
         [each["name"][-18:], part, ms(each["seconds"][f"R:{part}"]), size_words(size)]
         for each in form["layers"]
         for part, size in each["bytes"]["parts"].items()
         if f"R:{part}" in each["seconds"]
     ]
-    lines += in_columns([["layer", "part", "ms of its R", "saved"], *rows]) if rows else []
+    lines += in_blocks([["layer", "part", "ms of its R", "saved"], *rows]) if rows else []
     if (segments := form["segments"]) is not None:
         lines.append("a block with experts, ms:")
         rows = [["", "F", "I", "W"]]
         rows += [[name, *(f"{1e3 * time:.3g}" for time in segments[name])] for name in ("attention", "experts")]
-        lines += in_columns(rows)
+        lines += in_blocks(rows)
         lines.append(
             f"dispatch and combine: {1e3 * segments['dispatch']:.3g} ms each"
             if segments["dispatch"]
@@ -188,7 +188,11 @@ def _lines(form: dict[str, Any]) -> list[str]:
         line = [f"{link['axis']} {between}".strip(), link["operation"]]
         line += [f"{1e6 * link['latency']:.3g}", f"{link['bandwidth'] / 1e6:,.0f}"]
         rows.append(line + [f"{1e3 * median:.3g} ms" for median, _ in link["seconds"][1::2]])
-    return [*lines, *in_columns(rows)]
+    words = (
+        "F forward, I input gradient, W weight gradient, B both at once, R the forward again; kept: the layer's input; saved: "
+        "what a backward needs besides; pending: what W needs after I; latency and MB/s: time = latency + bytes / MB/s, fitted"
+    )
+    return [*lines, *in_blocks(rows), words]
 
 
 def _chart(form: dict[str, Any]) -> str:

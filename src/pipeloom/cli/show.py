@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeloom.cli.changes import Alternatives, compare
 from pipeloom.cli.options import argument, flag, with_options
 from pipeloom.cli.output import OutputFlags, as_dict
-from pipeloom.draw.figures import in_columns, number, time_unit
+from pipeloom.draw.figures import in_blocks, number, time_unit
 from pipeloom.draw.losses import loss_curve
 from pipeloom.errors import PipeloomError, UsageError, did_you_mean, folded, shortened
 from pipeloom.limits import newest_run
@@ -29,6 +29,10 @@ from pipeloom.traces.timelines import costs_dict
 if TYPE_CHECKING:
     from pipeloom.config import Layout
 TIMELINES_FILE = "timelines.json"
+_USES = (
+    "p2p: messages on their way (tp, cp, dp and all-to-all: communication inside layers); dependency: another rank has not yet "
+    "computed what is needed; memory: for room, or a copy; overhead: the host; end of step: the rank has nothing left to do"
+)
 
 
 @with_options(without=("csv",))
@@ -223,7 +227,8 @@ class Study:
         lines += [
             "",
             f"where the time went, {unit or 'in units of the costs,'} per step, mean over the steps",
-            *in_columns(table),
+            *in_blocks(table),
+            _USES,
         ]
         if self.better is not None:
             lines += ["", *self.better.lines(factor, unit)]

@@ -99,7 +99,7 @@ def _describe(arguments: Sequence[str], name: str | None, memory: str | None) ->
     device = None if name is None else load_device(name)
     lines, missing = report(layout, device, None if memory is None else memory_of(memory)[0], complete=complete)
     if layout.config.data.source == NO_DATA:
-        lines.append('data.source = "": it starts with data only: --data.source FILE')
+        lines.append('data.source = "": a run needs data: --data.source FILE')
     print(folded("\n".join(lines)), flush=True)
     if missing:
         raise CapacityError(missing)

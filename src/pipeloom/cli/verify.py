@@ -146,7 +146,7 @@ def row(verdict: dict[str, Any], width: int) -> str:
     """Return one line of the table."""
     state = "PASS" if verdict["passed"] else "FAIL"
     worst = f"{verdict['worst_error']:.1e} {verdict['worst_parameter']}" if verdict["worst_error"] else "0"
-    return f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  worst {worst}"
+    return f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  worst gradient {worst}"
 
 
 def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -33,6 +35,16 @@ class WordedCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = list(args)
         return super().parse_args(ctx, args)
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, with examples that can be copied where they take several lines."""
+
+        def example(command: re.Match[str]) -> str:
+            lines = textwrap.wrap(command[0], formatter.width - 8, subsequent_indent="    ", break_on_hyphens=False)
+            return "\b\n" + " \\\n".join(lines)
+
+        self.help = re.sub(r"(?m)(?<=\n\n)pipeloom .*$", example, inspect.cleandoc(self.help or ""))
+        super().format_help_text(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options in the groups of `with_options`."""

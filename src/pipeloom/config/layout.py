@@ -227,6 +227,9 @@ def flop_costs(config: Config, schedule: Schedule, stage_layers: tuple[int, ...]
     return Costs(layers, layers, layers, scores=scores, scores_grad=gradients)
 
 
+STAGE_WORDS = "in flight: most micro-batches of stages at once; E: embedding, L: output layer"
+
+
 def stage_words(layout: Layout) -> list[str]:
     """Return stage -> its layers in words, such as `E 0-1` or `2-3 L`; E/4 and L/4 are one of 4 shares of the two."""
     shares = layout.schedule.vocabulary
@@ -370,9 +373,15 @@ def _notes(config: Config, schedule: Schedule, stage_layers: tuple[int, ...], si
     if 0 in stage_layers:
         empty = [str(at) for at, count in enumerate(stage_layers) if count == 0]
         notes.append(f"stages without layers, as parallel.stages specifies: {', '.join(empty)}")
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) > 1 and config.data.batching == "equal":
         runs = " and ".join(f"{len(list(group))} of {size}" for size, group in groupby(sizes))
         notes.append(f"uneven micro-batches: {sum(sizes)} sequences in {len(sizes)}: {runs}; each counts by its tokens")
+    if config.data.batching == "planned":
+        notes.append(
+            f"each step packs {config.train.global_batch_size} documents into micro-batches of at most "
+            f"{max(sizes) * config.train.seq_len:,} tokens, as many as their lengths need, in an order and with a "
+            f"schedule {config.schedule.name} for these lengths; what is predicted is for {len(sizes)} full ones"
+        )
     if config.train.compile != "none" and schedule.splits_backward:
         notes.append("compiled blocks compute their weight gradients in I, so their W takes no time")
     if config.optimizer.warmup_steps > config.train.steps:

@@ -10,6 +10,8 @@ from typing import Any
 
 from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.limits import memory_amount
+from pipeloom.schedule.files import names_a_file
+from pipeloom.schedule.functions import is_function
 from pipeloom.shapes import rules
 from pipeloom.shapes.decoder import RANDOM_ROUTERS
 
@@ -41,6 +43,15 @@ source weights | sorted documents | batches sorted by length take each document 
 sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
 no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
 muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true
+planned | concatenated documents, sorted documents | it packs whole documents; set data.documents = "pack"
+planned | search, own schedule, schedule options, own transforms, replan | it builds schedules by the name alone; nearest: "equal"
+planned | sharded gradients | replicas run different micro-batches, and zero {zero} gathers in each; set parallel.zero = 1
+planned | ep | replicas run different micro-batches, and parallel.ep {ep} exchanges tokens in each; set parallel.ep = 1
+planned | cp, sp | its micro-batches have any number of tokens, which nothing need divide; nearest: "equal"
+planned | capacity_factor | a capacity would count choices over sequences of other lengths; set model.capacity_factor = 0
+planned | vocabulary | its schedules have one output layer; set parallel.vocabulary = "last"
+planned | compile | blocks would be compiled for each length; set train.compile = "none"
+planned | reproducible | its micro-batches depend on the layout; set train.reproducible = false
 on_nan, on_spike | no barrier | a step is known to be bad only after the next has begun; set optimizer.barrier = true
 norms | no barrier | a step is final only after the next one has begun; set optimizer.barrier = true
 """
@@ -50,6 +61,7 @@ replan | two routes | the schedule has two routes, and a search in mid-run order
 replan | pairs | the schedule has pairs, and a search in mid-run orders single actions; nearest: 0
 replan | slices | the schedule has slices, and a search in mid-run orders whole micro-batches; nearest: 0
 replan | other kinds | the schedule has {other kinds}, and a search in mid-run orders F, B, I and W; nearest: 0
+planned | two routes, slices | it plans whole sequences on one route; set schedule.name = "zbv" or "1f1b"
 """
 EXCLUSIONS = (*rules.RULES, *rules.read(_ROWS))
 EXCLUSIONS_OF_SCHEDULES = tuple(rules.read(_OF_SCHEDULES))
@@ -94,6 +106,7 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "sp": ("parallel.sp", _unless(False)),
     "zero": ("parallel.zero", _unless()),
     "whole weights": ("parallel.zero", _unless(3)),
+    "sharded gradients": ("parallel.zero", lambda c, v: v >= 2),
     "unshard_slots": ("parallel.unshard_slots", _unless(_SLOTS)),
     "vocabulary": ("parallel.vocabulary", _unless("last")),
     "whole vocabulary": ("parallel.vocabulary", lambda c, v: v == "last"),
@@ -103,13 +116,18 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "compile": ("train.compile", _unless("none")),
     "reproducible": ("train.reproducible", _unless(False)),
     "search": ("schedule.name", lambda c, v: v == "search"),
+    "own schedule": ("schedule.name", lambda c, v: names_a_file(v) or is_function(v)),
+    "schedule options": ("schedule.options", _unless({})),
     "search in bytes": ("schedule.options schedule.name", _searches_in_bytes),
     "replan": ("schedule.replan", _unless(0)),
     "slices": ("schedule.slices", _unless(None, 1)),
     "transforms": ("schedule.transforms", _unless(())),
+    "own transforms": ("schedule.transforms parallel.zero", lambda c, v: v and c.parallel.zero < 2),
     "spread vocabulary": ("schedule.transforms", lambda c, v: "vocabulary" in {word.partition("=")[0] for word in v}),
     "overlap_p2p": ("schedule.overlap_p2p", lambda c, v: v is False),
     "shared memory": ("schedule.transport", lambda c, v: v == "shared"),
+    "planned": ("data.batching", lambda c, v: v == "planned"),
+    "concatenated documents": ("data.documents", lambda c, v: v == "concatenate"),
     "sorted documents": ("data.documents", lambda c, v: v == "sort"),
     "source weights": ("data.weights", _unless(())),
     "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),

@@ -363,6 +363,7 @@ class DataSection(Section):
     eos: Annotated[str, Field(min_length=1)]
     token_type: Literal["auto", "uint16", "uint32"]
     documents: Literal["auto", "concatenate", "pack", "sort"]
+    batching: Literal["equal", "planned"]
     template: Literal["auto", "tokenizer", "simple"]
     loss_on: Literal["answers", "all"]
     on_error: Literal["stop", "skip"]

@@ -195,7 +195,7 @@ def in_columns(rows: Sequence[Sequence[str]], left: int = 1, *, ragged: bool = F
 def _in_lines(cell: str, room: int) -> list[str]:
     """Return a cell in lines, broken at its words, or at its commas where it is one word."""
     if len(cell) <= room or " " in cell:
-        return wrap(cell, room, break_long_words=False)
+        return wrap(cell, room, break_long_words=False, break_on_hyphens=False)
     return [part.replace(", ", ",") for part in wrap(cell.replace(",", ", "), room, break_long_words=False)]
 
 

@@ -100,7 +100,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bou
     label = max(map(len, names)) + 2
     picture = grid(timeline, max(width, label + 12) - label, filled=not colored)
     text = Text()
-    text.append(heading(timeline), style="bold")
+    text.append(textwrap.fill(heading(timeline), max(width, 20)), style="bold")
     text.append(f"\n{textwrap.fill(assumptions(timeline), max(width, 20))}\n\n")
     for rank, lines in enumerate(picture.bands):
         heads = [f"rank {rank}", *[""] * (len(lines) - 1)]
@@ -113,7 +113,7 @@ def terminal(timeline: Timeline, width: int = 80, color: bool | None = None, bou
             text.append("\n")
     unit = time_unit([timeline])
     text.append(" " * label + _ruler(picture, unit[0]) + "\n\n")
-    _legend(text, timeline, picture, colored)
+    _legend(text, timeline, picture, colored, width)
     text.append("\n\n" + _figures(timeline, width, bound))
     if not colored:
         return "\n".join(line.rstrip() for line in text.plain.splitlines()) + "\n"
@@ -153,9 +153,13 @@ def _ruler(picture: Grid, factor: float) -> str:
     return out
 
 
-def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool) -> None:
-    chunks = timeline.schedule.chunks
+def _legend(text: Text, timeline: Timeline, picture: Grid, colored: bool, width: int) -> None:
+    chunks, at = timeline.schedule.chunks, 0
     for kind in (kind for kind in kinds() if kind.letter in picture.kinds):
+        at += (size := len(kind.letter) + len(kind.words) + 3 + chunks * colored)
+        if size < at > width:
+            text.append("\n")
+            at = size
         if colored:
             for chunk in range(chunks):
                 text.append(f" {kind.letter} " if chunk == 0 else " ", style=_style(Paint(kind.letter, chunk, chunks)))

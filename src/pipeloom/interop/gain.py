@@ -18,7 +18,7 @@ from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, steps
 from pipeloom.shapes.ops import OFFLOADED
 
-RATIO_ERRORS = {"megatron": 0.019, "torchtitan": 0.032, "pipeloom": 0.024}
+RATIO_ERRORS = {"megatron": 0.023, "torchtitan": 0.032, "pipeloom": 0.024}
 """Runtime -> the median error of predicted ratios between published runs of one model (`benchmarks/planbench/releases.py`)."""
 LEAST_GAIN = 0.03
 RUNTIME_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "automodel": "torchtitan", "pipeloom": "pipeloom"}
@@ -65,12 +65,20 @@ class Neighbourhood:
     _known: dict[Any, Run | None] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
-    def _exposed(self) -> Planner:
-        return replace(self.planner, runtime=replace(self.planner.runtime, hides_state=False))
+    def _planners(self) -> dict[tuple[bool, bool], Planner]:
+        """(sums of gradients, exchanges of tp are beside computation) -> Megatron's planner."""
+
+        def planner(sums: bool, exchanges: bool) -> Planner:
+            runtime = replace(self.planner.runtime, hides_state=sums, overlaps_exchange=exchanges)
+            return replace(self.planner, runtime=runtime)
+
+        return {(sums, exchanges): planner(sums, exchanges) for sums in (False, True) for exchanges in (False, True)}
 
     def planner_of(self, job: Job) -> Planner:
-        """Return the planner of a job: Megatron sums gradients beside the backward where it is told to."""
-        return self._exposed if job.system == "megatron" and "overlap_grads" not in job.options else self.planner
+        """Return the planner of a job: Megatron communicates beside computation where it is told to."""
+        if job.system != "megatron":
+            return self.planner
+        return self._planners["overlap_grads" in job.options, "overlap_tensor" in job.options]
 
     def run(self, job: Job) -> Run:
         """Return the job with its costs. Raises UsageError for one that cannot be predicted."""
@@ -188,6 +196,8 @@ def _consistent(job: Job) -> Job:
         options -= {"overlap_params"}
     if layout.v == 1:
         options -= {"overlap_warmup"}
+    if layout.tp == 1:
+        options -= {"overlap_tensor"}
     dispatcher = job.dispatcher if not paired or job.dispatcher not in ("", "allgather") else "alltoall"
     span = job.recompute_span if layout.recompute == "full" and not layout.recompute_layers else 1
     return replace(job, options=tuple(sorted(options)), dispatcher=dispatcher, recompute_span=span)

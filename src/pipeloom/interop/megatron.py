@@ -67,9 +67,9 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
-            overlap-moe-expert-parallel-comm delay-wgrad-compute fine-grained-activation-offloading grad-reduce-in-bf16
-            moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations use-rotary-position-embeddings
-            checkpoint-activations use-checkpoint-args""",
+            overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
+            grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
+            use-rotary-position-embeddings checkpoint-activations use-checkpoint-args""",
         list: "recompute-modules offload-modules cp-comm-type",
     }.items()
     for name in names.split()
@@ -93,7 +93,7 @@ _HARMLESS = """
     no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-*
     num-dataset-builder-threads num-workers openai-gelu override-opt* per-split-data-args-path profile* rerun-* reset-*
     rope-scal* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sequence-parallel sft spec
-    split start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap*
+    split start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap-*
     train-iters train-samples transformer-impl use-checkpoint-opt* use-flash-attn use-mcore-models
     use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
 """
@@ -106,7 +106,7 @@ _SWITCHES = {
     "blocking_p2p": "no-overlap-p2p-communication",
     "overlap_warmup": "overlap-p2p-communication-warmup-flush", "overlap_grads": "overlap-grad-reduce",
     "overlap_params": "overlap-param-gather", "overlap_experts": "overlap-moe-expert-parallel-comm",
-    "delay_wgrad": "delay-wgrad-compute",
+    "delay_wgrad": "delay-wgrad-compute", "overlap_tensor": "tp-comm-overlap",
 }  # fmt: skip
 _SHARDED = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -510,6 +510,7 @@ def _refused_overlaps(job: Job) -> list[_Row]:
          "messages of the warm-up overlap where those of chunks do", "model_parallel_config.py", "no overlap_warmup"),
         ("delay_wgrad" in options and not experts, f"delay_wgrad needs {what}", _CONFIG, "overlap_experts"),
         (params and "overlap_grads" not in options, "the overlap of parameters needs that of sums", _ARGUMENTS, "overlap_grads"),
+        ("overlap_tensor" in options and layout.tp == 1, "the overlap of tp's exchanges needs some", _ARGUMENTS, "tp=2"),
         (params and not layout.zero, "the overlap of parameters needs the distributed optimizer", _ARGUMENTS, "zero=1"),
         (layout.offload.split("+").count("attn_proj") > layout.offload.split("+").count("core_attn"),
          "attn_proj goes to the host with core_attn alone", _CONFIG, "offload=attn_proj+core_attn"),

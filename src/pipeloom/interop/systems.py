@@ -114,10 +114,14 @@ def _require(to: str, reasons: list[str]) -> None:
         raise UsageError(f"{to} does not take this run: {'; '.join(reasons)}")
 
 
+def _plain(value: object) -> str:
+    return (",".join(map(str, value)) or "none") if isinstance(value, tuple) else str(value)
+
+
 def _losses(to: str, job: Job, held: Job) -> list[str]:
     return [
-        f"{key}={value}: {to} has no word for it"
-        + (f"; what is written means {key}={other}" if other is not None else "")
+        f"{key}={_plain(value)}: {to} has no word for it"
+        + (f"; what is written means {key}={_plain(other)}" if other is not None else "")
         for key, (value, other) in differences(job, held).items()
     ]
 

@@ -12,6 +12,7 @@ import torch
 from pipeloom.draw.tables import Table
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
+from pipeloom.runtime.stage_modules import layer_name
 from pipeloom.schedule import Action, Schedule
 
 _COLUMNS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
@@ -61,7 +62,7 @@ def profile(
         for cell, start, end in zip(schedule.programs[0], stats.starts, stats.ends, strict=True):
             if step and isinstance(cell, Action):
                 seconds[cell.stage, cell.kind].append(end - start)
-    names = [getattr(layer, "name", "") or f"{at} {type(layer).__name__}" for at, layer in enumerate(layers)]
+    names = [layer_name(layer, at) for at, layer in enumerate(layers)]
     times = [{column: median(seconds[at, kind]) for kind, column in _COLUMNS.items()} for at in range(len(names))]
     cells = [(name, *(f"{1e3 * each:.3f}" for each in row.values())) for name, row in zip(names, times, strict=True)]
     rows = tuple({"layer": name} | row for name, row in zip(names, times, strict=True))

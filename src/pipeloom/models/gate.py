@@ -57,8 +57,8 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
         source: source of random numbers; set by the code that builds the layer, such as a `Pipeline`. None: torch's generator.
         aux_loss: the auxiliary losses of the last forward without a micro-batch's context, which `MoELayer.aux_loss` returns.
         context: the ranks that share the micro-batch's tokens; the auxiliary losses cover those of all of them.
-        loads: (micro-batch, slice) -> choices of each expert in the last step, then those beyond their expert's capacity (not
-            those dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
+        loads: (step, micro-batch, slice) -> choices of each expert in the last step, then those beyond their capacity (not those
+            dropped at random): [experts + 1] int64. A recomputed forward writes the same values again.
     """
 
     e_score_correction_bias: Tensor
@@ -78,7 +78,7 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
             for parameter in self.parameters():
                 nn.init.kaiming_uniform_(parameter, math.sqrt(5))  # as `nn.Linear` does
         self.aux_loss: Tensor | None = None
-        self.loads: dict[tuple[int, int], Tensor] = {}
+        self.loads: dict[tuple[int, int, int], Tensor] = {}
 
     def sharding(self) -> Mapping[str, ParameterSharding]:
         sharding = ParameterSharding(partial=self.tensor is not None)
@@ -179,8 +179,12 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
         """Record a micro-batch's load, in training."""
         if self.training and torch.is_grad_enabled():
             lost = counts.new_zeros(1) if dropped is None else dropped.view(1)
-            index, place = (0, None) if microbatch is None else (microbatch.index, microbatch.place)
-            self.loads[index, 0 if place is None else place.index] = torch.cat((counts.detach(), lost))
+            step, index, place = (
+                (0, 0, None) if microbatch is None else (microbatch.step, microbatch.index, microbatch.place)
+            )
+            if any(each[0] != step for each in self.loads):  # of an earlier one, which nobody took
+                self.loads = {}
+            self.loads[step, index, 0 if place is None else place.index] = torch.cat((counts.detach(), lost))
 
 
 def gates_of(modules: Iterable[nn.Module]) -> list[TopKGate]:

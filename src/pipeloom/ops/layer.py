@@ -39,7 +39,7 @@ class Layer:
         losses: {key in the dict: LossTerm}; keys are unique in the whole model.
         spread: whether every rank of the pipeline has one, with its rows of a vocabulary's weight. Such layers are the last ones.
         cost: its share of the model's work, in any unit, such as its number of parameters or measured seconds. Where all layers
-            have one, stages without given sizes are cut by it; 0: unknown.
+            have one, stages without given sizes are cut by it; 0: unknown. A module's own is its number of parameters.
     """
 
     name: str

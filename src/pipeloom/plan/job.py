@@ -10,9 +10,12 @@ from pipeloom.schedule.families import canonical_name
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import OFFLOADED
 
-OPTIONS = ("blocking_p2p", "overlap_warmup", "overlap_grads", "overlap_params", "overlap_experts", "delay_wgrad")
+OPTIONS = (
+    "blocking_p2p", "overlap_warmup", "overlap_grads", "overlap_params", "overlap_experts", "delay_wgrad", "overlap_tensor",
+)  # fmt: skip
 """What a run does beside computation: nothing while chunks send messages ("blocking"); messages of the warm-up too, the sums of
-gradients, the gathering of parameters, the experts' all-to-all, and the products of weights' gradients, put off for that."""
+gradients, the gathering of parameters, the experts' all-to-all, the products of weights' gradients, put off for that, and the
+exchanges of tensor parallelism."""
 
 
 @dataclass(frozen=True)

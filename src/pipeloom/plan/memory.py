@@ -154,8 +154,10 @@ def state_bytes(
         largest: parameters of the largest layer, which is gathered whole.
     """
     element = runtime.element
-    whole, trained = (sum(group[at] for group in groups) for at in (0, 1))
-    shard, trained_shard = (sum(group[at] / group[2] for group in groups) for at in (0, 1))
+    whole = trained = shard = trained_shard = 0.0
+    for count, learned, ranks in groups:
+        whole, trained = whole + count, trained + learned
+        shard, trained_shard = shard + count / ranks, trained_shard + learned / ranks
     if runtime.sharded:
         # Two layers gathered at once (one computes, one is on its way), and a layer's gradient before its reduction; a pipeline's
         # stages stay gathered, and accumulate whole gradients over their micro-batches.

@@ -367,7 +367,12 @@ def distinct(layers: Sequence[LayerOps]) -> dict[int, LayerOps]:
 def balanced(seconds: Sequence[float], stages: int) -> tuple[int, ...]:
     """The number of layers of each stage, with the longest stage as short as possible; seconds count to 1/4096 of a layer's."""
     longest = max(seconds)
-    return tuple(balance([round(4096 * each / longest) for each in seconds], stages))
+    return _balanced(tuple(round(4096 * each / longest) for each in seconds), stages)
+
+
+@lru_cache(maxsize=8192)
+def _balanced(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    return tuple(balance(costs, stages))
 
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from pipeloom.draw.figures import in_blocks
 from pipeloom.draw.tables import Table
 from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.plan.memory import RankMemory
@@ -26,10 +27,14 @@ _SAVINGS = {
     "compute": "less computation", "exchange": "less exchange", "idle": "a smaller bubble",
     "reduction": "a shorter sum of gradients", "optimizer": "a faster optimizer", "host": "less waiting for hosts",
 }  # fmt: skip
-MEMORY_HEADS = {
+_HEADS = {
     "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
     "temporaries": "temp",
 }  # fmt: skip
+_HEADS_IN_WORDS = (
+    "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies; activ: activations; temp: used "
+    "by the action at the peak; reserve: of the allocator; overhead: CUDA, NCCL"
+)
 
 
 def gib(size: float) -> str:
@@ -39,7 +44,7 @@ def gib(size: float) -> str:
 
 def step_words(step: StepTime, tokens: float, device: str, *, measured: bool = False) -> str:
     """A sentence with the seconds of a step, a range where nothing was `measured`, and `tokens` per second on each device."""
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in step.parts().items() if seconds > 1e-6)
+    parts = ", ".join(f"{name} {part:.3g} s" for name, part in step.parts().items() if part >= 0.001 * step.total)
     speed = f"{tokens:,.0f} tokens/s on each device ({parts})"
     if measured:
         return f"step: {step.total:.4g} s, {speed}"
@@ -108,13 +113,17 @@ def none_fits(plan: LayoutPlan, model: str, request: PlanRequest) -> str:
     return f"{words}; the smallest needs {gib(least)} GiB, {gib(least - request.memory)} more: {plan.smallest.text}"
 
 
-def memory_rows(ranks: tuple[RankMemory, ...]) -> list[list[str]]:
-    """A row for each of the (at most eight) ranks, a column for each line of memory in GiB that is not 0, the head first."""
-    numbers = list(range(len(ranks))) if len(ranks) <= 8 else [0, 1, 2, len(ranks) // 2, len(ranks) - 2, len(ranks) - 1]
+def memory_lines(
+    ranks: Sequence[RankMemory], size: Callable[[float], str] = gib, total: str = "total GiB", most: int = 8
+) -> list[str]:
+    """A table of ranks (of more than `most` some), without columns of zeros, and what its heads mean."""
+    last = len(ranks) - 1
+    numbers = [*range(last + 1)] if last < most else [0, 1, 2, len(ranks) // 2, last - 1, last]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
-    names = [name for name in names if any(gib(getattr(each, name)) != "0.0" for each in ranks)]
-    rows = [["rank", *(MEMORY_HEADS.get(name, name) for name in names), "total GiB"]]
-    return rows + [[str(at), *(gib(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
+    names = [name for name in names if any(size(getattr(each, name)) != size(0.0) for each in ranks)]
+    rows = [["rank", *(_HEADS.get(name, name) for name in names), total]]
+    rows += [[str(at), *(size(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
+    return [*in_blocks(rows), _HEADS_IN_WORDS]
 
 
 def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
-from operator import add
+from operator import add, sub
 from typing import Any
 
 from pipeloom.errors import UsageError, divisors
@@ -37,6 +37,9 @@ OFFERED = {
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
 LONG = 1.01  # times the seconds: estimates are at most so much too long, but for few
+REPEATED = 4 / 3  # times the seconds of a step that recomputes nothing: at most those of one that recomputes all
+CORRECTIONS = 3  # times that the number of recomputed blocks is chosen: from an estimate, then from predictions
+ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
@@ -118,11 +121,12 @@ def limits_of_source(shape: DecoderShape, values: Mapping[str, Any]) -> dict[str
 
 @dataclass(frozen=True)
 class Estimate:
-    """A layout with its estimated bytes on the fullest device and seconds of a step."""
+    """A layout with its estimated bytes on the fullest device and seconds of a step, `least` of which are work of one rank."""
 
     layout: PlannedLayout
     memory: float
     seconds: float
+    least: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -134,15 +138,20 @@ class LayoutPlan:
             to them, and some that need less memory.
         estimates: all layouts of the space.
         discarded: the number of those whose estimated bytes are too many.
-        predicted: the number of those that were predicted; the others are slower by their estimates.
+        too_large: layouts that were predicted and do not fit.
         smallest: where none fits, the prediction with the least memory.
     """
 
     predictions: tuple[LayoutCosts, ...]
     estimates: tuple[Estimate, ...]
     discarded: int
-    predicted: int
+    too_large: frozenset[PlannedLayout]
     smallest: LayoutCosts | None = None
+
+    @property
+    def predicted(self) -> int:
+        """The number of layouts that were predicted; those not discarded either are slower by their estimates."""
+        return len(self.predictions) + len(self.too_large)
 
     @property
     def best(self) -> LayoutCosts:
@@ -192,7 +201,8 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
         known += _predictions(planner, _smallest(planner, estimates))
     fitting = sorted(_fitting(known, request), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
-    return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), len(known), smallest)
+    large = frozenset(each.layout for each in known) - {each.layout for each in fitting}
+    return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), large, smallest)
 
 
 def fastest(
@@ -211,7 +221,9 @@ def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) 
     """
     most = LONG * planner.predict(plan.best.layout).step.total
     of = _Estimator(planner).estimate
-    near = [of(each.layout) for each in _close(plan.estimates, request) if each.seconds <= most]
+    close = [each for each in _close(plan.estimates, request) if each.layout not in plan.too_large]
+    longest = {True: REPEATED * most, False: most}  # where all blocks are recomputed, fewer may be
+    near = [of(each.layout) for each in close if each.seconds <= longest[each.layout.recompute == "full"]]
     near.append(of(plan.best.layout))  # which is not among them where it recomputes some blocks
     return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
 
@@ -245,21 +257,25 @@ def _until_best(
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
-    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts.
+    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A step
+    takes at least half as long beside its work as estimated, but for hundredths of a percent.
 
     Args:
         best: seconds of the fastest prediction before.
     """
     short: dict[tuple[object, ...], float] = {}
+    exact: dict[PlannedLayout, float] = {}
     for each in estimates:
         if each.seconds >= long * best:
             return
-        layout = each.layout
+        layout, twin = each.layout, replace(each.layout, zero=0)
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
-        if each.seconds * short.get(schedule, 1.0) >= long * best:
+        likely, same = (each.seconds * ratio for ratio in (short.get(schedule, 1.0), ALIKE * exact.get(twin, 0.0)))
+        if max(likely / long, same, (each.least + each.seconds) / 2) >= best:
             continue
         for prediction in _predictions(planner, [each]):
             seconds = prediction.step.total
+            exact[twin] = seconds / each.seconds
             short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
             if prediction.peak <= request.memory:
                 best = min(best, seconds)
@@ -275,22 +291,40 @@ def _partial(
 ) -> Iterator[LayoutCosts]:
     """Yield predictions of layouts that recompute as few blocks of each stage as fit, as far as one can be faster than `known`.
 
+    The fewest by the estimates are predicted first, and then as many as the bytes of these predictions leave room for.
+
     Args:
-        estimates: those close to the memory; all blocks recomputed take at most 4/3 of the time of none.
+        estimates: those close to the memory; all blocks recomputed take at most `REPEATED` times as long as none.
     """
     best = min((each.step.total for each in _fitting(known, request)), default=math.inf)
-    estimator, near = _Estimator(planner), list[Estimate]()
+    estimator, tried = _Estimator(planner), set[PlannedLayout]()
+    # a layout that recomputes all blocks -> a number of them, and the bytes with so many
+    peaks: dict[PlannedLayout, tuple[int, float]] = {}
     for each in estimates if request.partial else ():
         layout = each.layout
-        if layout.recompute != "full" or layout.recompute_layers or each.seconds > 4 / 3 * best:
-            continue
-        bare = estimator.estimate(replace(layout, recompute="none"))
-        blocks = -(-planner.shape.num_hidden_layers // (layout.pp * layout.v))
-        if bare.memory > max(request.memory, each.memory) and bare.seconds < long * best:
-            fewest = math.ceil(blocks * (bare.memory - request.memory) / (bare.memory - each.memory))
-            some = [replace(layout, recompute_layers=count) for count in range(fewest, min(fewest + 2, blocks))]
-            near += [estimator.estimate(other) for other in some if request.allows(other)]
-    yield from _until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best)
+        if layout.recompute == "full" and not layout.recompute_layers and each.seconds <= REPEATED * best:
+            levels = [zero for zero in request.zero if zero > layout.zero and layout.dp * layout.cp > 1]
+            for whole in (layout, *(replace(layout, zero=zero) for zero in levels)):
+                bare = estimator.estimate(replace(whole, recompute="none"))
+                if CLOSE * bare.memory > request.memory and bare.seconds < long * best:
+                    peaks[whole] = 0, bare.memory
+    for _ in range(CORRECTIONS):
+        near = []
+        for whole, (count, peak) in peaks.items():
+            bare, full = (estimator.estimate(replace(whole, recompute=each)) for each in ("none", "full"))
+            blocks = -(-planner.shape.num_hidden_layers // (whole.pp * whole.v))
+            saved = (bare.memory - full.memory) / blocks
+            needed = max(1, count + math.ceil((peak - request.memory) / saved)) if saved > 0 else blocks
+            some = replace(whole, recompute_layers=needed)
+            if needed < blocks and some not in tried and request.allows(some):
+                near.append(estimator.estimate(some))
+        predicted = list(_until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best))
+        yield from predicted
+        best = min([best, *(each.step.total for each in _fitting(predicted, request))])
+        tried |= {each.layout for each in predicted}
+        peaks = {
+            replace(each.layout, recompute_layers=0): (each.layout.recompute_layers, each.peak) for each in predicted
+        }
 
 
 def _smallest(planner: Planner, estimates: Iterable[Estimate]) -> list[Estimate]:
@@ -468,61 +502,82 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
     """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
     estimator = _Estimator(planner)
-    models: dict[tuple[object, ...], Sequence[float]] = {}
     for layout in _spreads(planner, request):
         links = AxisRates.of(layout, planner.device, planner.shape)
-        for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
-            for v in CHUNKS[name] if layout.pp > 1 else (1,):
-                for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
-                    levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
-                    smallest = replace(
-                        layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary, zero=max(levels)
-                    )
-                    spread = vocabulary == "pp"
-                    if not _is_offered(planner, smallest) or (spread and problems(planner.shape, smallest)):
-                        continue
-                    whole = (*_key_of_layers(layout, links), layout.pp if spread else 0)
-                    if whole not in models:
-                        models[whole] = estimator.sums(replace(smallest, zero=levels[0], slices=1), links)[1].totals[-1]
-                    least = _least_bytes(planner, smallest, models[whole])
-                    if least > CLOSE * request.memory and request.allows(smallest):
-                        yield Estimate(smallest, least, math.inf)
-                        continue
-                    best = Estimate(smallest, math.inf, math.inf)  # of the lower levels
-                    for zero in levels:
-                        candidate = smallest if zero == smallest.zero else replace(smallest, zero=zero)
-                        if not request.allows(candidate):
-                            continue
-                        estimate = estimator.estimate(candidate, links)
-                        if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
-                            best = estimate
-                            yield estimate
+        levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
+        sums: dict[str, list[float]] = {}
+        for smallest in _cuts(planner, request, replace(layout, zero=max(levels))):
+            if smallest.vocabulary not in sums:
+                sums[smallest.vocabulary] = _model_sums(planner.layers(smallest))
+            least = _least_bytes(planner, smallest, sums[smallest.vocabulary])
+            if least > CLOSE * request.memory and request.allows(smallest):
+                yield Estimate(smallest, least, math.inf)
+                continue
+            best = Estimate(smallest, math.inf, math.inf)  # of the lower levels
+            for zero in levels:
+                candidate = smallest if zero == smallest.zero else replace(smallest, zero=zero)
+                if not request.allows(candidate):
+                    continue
+                estimate = estimator.estimate(candidate, links)
+                if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
+                    best = estimate
+                    yield estimate
+
+
+def _cuts(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iterator[PlannedLayout]:
+    """A layout with every schedule, number of chunks and of slices, and place of the output layer."""
+    for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
+        for v in CHUNKS[name] if layout.pp > 1 else (1,):
+            if not _suits(planner, layout, name, v):
+                continue
+            for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
+                if vocabulary == "last" or _can_spread(layout.pp, v, name, slices):
+                    cut = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
+                    if vocabulary == "last" or not problems(planner.shape, cut):
+                        yield cut
+
+
+def _model_sums(layers: Sequence[LayerOps]) -> list[float]:
+    """Bytes that a micro-batch's blocks save, and parameters and trained ones (of all ranks, of experts) of a model's layers."""
+    last = len(layers) - 1 - (layers[-1].kind == "S")
+    rows = [(*layer.parameters, *layer.trained.parameters) for layer in layers]
+    return [sum(layer.saved for layer in layers[:last]), *map(sum, zip(*rows, strict=True))]
 
 
 def _least_bytes(planner: Planner, layout: PlannedLayout, sums: Sequence[float]) -> float:
-    """The bytes of the mean pipeline rank, given the model's `_Sums.totals`: what it holds, and what 1F1B saves at the least."""
-    _, _, saved, _, _, *parameters = (each / layout.pp for each in sums)
-    (shared, experts), trained = parameters[:2], parameters[2:]
+    """The bytes of the mean pipeline rank, given the model's `_model_sums`: what it holds, and what 1F1B saves at the least."""
+    saved, shared, experts, *trained = (each / layout.pp for each in sums)
     groups = [(shared, trained[0], layout.dp * layout.cp), (experts, trained[1], layout.expert_replicas)]
     alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)
     held = sum(state_bytes(groups, 0.0, layout, planner.runtime)) + (1 + planner.runtime.margin) * saved * alive
     return held + planner.runtime.workspace + planner.runtime.overhead
 
 
-def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
-    """Return whether a schedule is of use to a layout, takes its sizes, and is quick to place."""
-    p, v, name = layout.pp, layout.v, layout.schedule
-    slow = p > MOST_SHARES or v > 2 or p * layout.slices > MOST_SHARED_SLICES
+def _suits(planner: Planner, layout: PlannedLayout, name: str, v: int) -> bool:
+    """Return whether a schedule of v chunks is of use to a layout, and takes its sizes."""
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
     return not (
-        p * v > planner.shape.num_hidden_layers
+        layout.pp * v > planner.shape.num_hidden_layers
         or v not in CHUNKS.get(name, ())
-        or (name in WHOLE_ROUNDS and layout.m % p)
-        or (name == "dualpipev" and layout.m < 2 * p)
+        or (name in WHOLE_ROUNDS and layout.m % layout.pp)
+        or (name == "dualpipev" and layout.m < 2 * layout.pp)
         or (name in OVERLAPPED and not hides)
         or (layout.cp > 1 and layout.seq < layout.cp * PIECE_TOKENS)
-        or (layout.slices > 1 and name not in IN_SLICES)
-        or (layout.vocabulary == "pp" and (slow or name not in SPREADING))
+    )
+
+
+def _can_spread(p: int, v: int, name: str, slices: int) -> bool:
+    """Return whether a spread output layer is of use to a schedule, and quick to place."""
+    return p <= MOST_SHARES and v <= 2 and p * slices <= MOST_SHARED_SLICES and name in SPREADING
+
+
+def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
+    """Return whether the search would look at a layout's schedule."""
+    name, v = layout.schedule, layout.v
+    return (
+        _suits(planner, layout, name, v)
+        and (layout.slices == 1 or name in IN_SLICES)
+        and (layout.vocabulary == "last" or _can_spread(layout.pp, v, name, layout.slices))
     )
 
 
@@ -562,8 +617,12 @@ class _Cut:
     share: float
 
     @cached_property
-    def distinct(self) -> frozenset[_Rank]:
-        return frozenset(self.ranks)
+    def places(self) -> dict[_Rank, list[int]]:
+        """Different rank -> its places, in order."""
+        places: dict[_Rank, list[int]] = {}
+        for at, rank in enumerate(self.ranks):
+            places.setdefault(rank, []).append(at)
+        return places
 
 
 @dataclass(frozen=True)
@@ -596,11 +655,12 @@ class _Sums:
         shares = self.layers[-1].kind == "S"
         of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
         sums, extra, start = [[0.0] * 9 for _ in range(ranks)], [0.0] * ranks, 0
+        peaks = [layer.backward_peak for layer in self.layers]
         for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
-            before, after = self.totals[start], self.totals[start + count]
-            sums[rank] = [each + b - a for each, a, b in zip(sums[rank], before, after, strict=True)]
-            extra[rank] = max(extra[rank], *(layer.backward_peak for layer in self.layers[start : start + count]))
-            start += count
+            end = start + count
+            sums[rank] = list(map(sub, map(add, sums[rank], self.totals[end]), self.totals[start]))
+            extra[rank] = max(extra[rank], *peaks[start:end])
+            start = end
         sums = [[*each, most] for each, most in zip(sums, extra, strict=True)]
         if shares:
             share, seconds = self.layers[-1], self.seconds[-1]
@@ -615,11 +675,6 @@ def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
     return _Estimator(planner).estimate(layout)
 
 
-def _key_of_layers(layout: PlannedLayout, links: AxisRates) -> tuple[object, ...]:
-    """Key of the layers and their times, among layouts of one request."""
-    return layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, links
-
-
 class _Estimator:
     """Estimates of layouts of one request, which share the times of their layers and their cuts."""
 
@@ -627,15 +682,6 @@ class _Estimator:
         self.planner = planner
         self._sums: dict[tuple[object, ...], _Sums] = {}
         self._cuts: dict[tuple[object, ...], _Cut] = {}
-
-    def sums(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
-        """The key of a layout's layers and their times, and their sums."""
-        gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
-        shares = layout.pp if layout.vocabulary == "pp" else 0
-        key = (*_key_of_layers(layout, links), gathers, layout.slices, shares)
-        if key not in self._sums:
-            self._sums[key] = _Sums.of(self.planner, layout, links)
-        return key, self._sums[key]
 
     def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
         if layout.recompute_layers:  # between none and all blocks of a stage
@@ -648,11 +694,16 @@ class _Estimator:
             )
             return Estimate(layout, memory, seconds)
         links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
-        key, sums = self.sums(layout, links)
+        gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
+        shares = layout.pp if layout.vocabulary == "pp" else 0
+        axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute
+        key = (*axes, links, gathers, layout.slices, shares)
+        if key not in self._sums:
+            self._sums[key] = _Sums.of(self.planner, layout, links)
         vee = layout.schedule in BACK_AND_FORTH
         place = (key, layout.pp, layout.v, vee)
         if place not in self._cuts:
-            self._cuts[place] = sums.cut(layout.pp, layout.v, vee=vee)
+            self._cuts[place] = self._sums[key].cut(layout.pp, layout.v, vee=vee)
         return _estimate(self.planner, layout, links, self._cuts[place])
 
 
@@ -665,38 +716,41 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
     frees. A spread output layer keeps a forward more.
     """
-    p, v, m, runtime = layout.pp, layout.v, layout.m, planner.runtime
+    p, v, m, slices, runtime = layout.pp, layout.v, layout.m, layout.slices, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
     paired = plain != layout.schedule
-    pairs, ramps = paired * max(0, m - p), v * layout.slices * (3 if plain in ("zbv", "zb-h1") else 1)
+    pairs, ramps = paired * max(0, m - p), v * slices * (3 if plain in ("zbv", "zb-h1") else 1)
     chain = [rank.seconds - cut.share for rank in cut.ranks]  # all shares are computed at once
-    steps, before, after = [], 0.0, sum(chain)
+    longest, before, after = 0.0, 0.0, sum(chain)
     for at, (rank, mine) in enumerate(zip(cut.ranks, chain, strict=True)):
         after -= mine
-        idle = before + max(0.0, 2 * after - (p - at - 1) * mine)
-        steps.append(m * rank.seconds - pairs * rank.hidden + idle / ramps)
+        waiting = 2 * after - (p - at - 1) * mine
+        idle = before + waiting if waiting > 0 else before
+        longest = max(longest, m * rank.seconds - pairs * rank.hidden + idle / ramps)
         before += mine
-    memory, optimizer = 0.0, 0.0
-    replicas, states, waits = layout.dp * layout.cp, {}, 0.0
-    for rank in cut.distinct:
+    memory, optimizer, work = 0.0, 0.0, 0.0
+    replicas, of_experts, waits = layout.dp * layout.cp, layout.expert_replicas, 0.0
+    spread = (layout.vocabulary == "pp") / v / slices - paired * (v == 1)
+    first = cut.ranks[0]
+    for rank, places in cut.places.items():
         trained = rank.trained_shared, rank.trained_experts
-        groups = list(zip((rank.shared, rank.experts), trained, (replicas, layout.expert_replicas), strict=True))
-        states[rank] = sum(state_bytes(groups, cut.largest, layout, runtime))
+        groups = (rank.shared, trained[0], replicas), (rank.experts, trained[1], of_experts)
+        state = sum(state_bytes(groups, cut.largest, layout, runtime))
         sums, gathers, spent = planner.state_seconds(*trained, layout, links)
-        optimizer = max(optimizer, spent)
-        if rank == cut.ranks[0] and plain not in ("zbv", "zb-h1"):  # first to compute, and last
+        optimizer, work = max(optimizer, spent), max(work, rank.seconds - paired * rank.hidden)
+        if rank is first and plain not in ("zbv", "zb-h1"):  # first to compute, and last
             hidden = rank.seconds * runtime.hides_state
             waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
-    for at, rank in enumerate(cut.ranks):
-        if plain == "interleaved":
-            alive = p + (p - 1 - 2 * at) / v
-        else:
-            alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / layout.slices)
-        alive -= paired * (v == 1)
-        alive += (layout.vocabulary == "pp") / v / layout.slices
-        held = rank.saved * min(m, alive) + rank.output + rank.extra / layout.slices
-        if layout.schedule == "zb-h1":
-            held += rank.pending * min(m - min(m, alive), at / layout.slices)
-        memory = max(memory, states[rank] + (1 + runtime.margin) * held)
+        for at in places if plain == "zb-h1" else places[:1]:  # earlier ranks keep no less
+            if plain == "interleaved":
+                alive = p + (p - 1 - 2 * at) / v
+            else:
+                alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / slices)
+            alive = min(m, alive + spread)
+            held = rank.saved * alive + rank.output + rank.extra / slices
+            if plain == "zb-h1":
+                held += rank.pending * min(m - alive, at / slices)
+            memory = max(memory, state + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
-    return Estimate(layout, memory, max(steps) + waits + optimizer + planner.device.host)
+    alone = optimizer + planner.device.host
+    return Estimate(layout, memory, longest + waits + alone, m * work + alone)

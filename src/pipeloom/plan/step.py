@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import combinations, product, zip_longest
+from itertools import product, zip_longest
+from random import Random
 
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
@@ -20,27 +21,30 @@ FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleave
 _SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)  # times the fewest micro-batches that hold a replica's tokens
 _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
-_TRIES, _WARM_TRIES = 600, 8  # simulated replicas while a plan is improved
+_TRIES, _WARM_TRIES = 1500, 8  # simulated replicas while a plan is improved
+_TRIES_PER_SEQUENCE = 60  # at most
 _Batches = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class SequenceTime:
-    """Time of a micro-batch on 1/p of the model: fixed + the sum over its sequences of (linear n + square n^2), n tokens each.
+    """Time of a micro-batch on 1/p of the model: fixed + the sum over its sequences of (each + linear n + square n^2), n tokens.
 
     Attributes:
         fixed: of a micro-batch, whatever it holds.
         linear: of a token.
         square: of a pair of tokens, of attention.
+        each: of a sequence, whatever its length: where layers compute packed sequences one by one.
     """
 
     fixed: float = 0.0
     linear: float = 1.0
     square: float = 0.0
+    each: float = 0.0
 
     def of(self, length: int) -> float:
         """The time of one sequence."""
-        return self.linear * length + self.square * length**2
+        return self.each + self.linear * length + self.square * length**2
 
 
 @dataclass(frozen=True)
@@ -333,56 +337,42 @@ class _StepQuestion:
         return ReplicaPlan(tuple(order), tokens, simulate(schedule, replace(shared, microbatch=times)))
 
     def improved(self, plan: StepPlan, tries: int) -> StepPlan:
-        """The plan with the slowest replica changed a little, so many times at most, as long as the step gets shorter."""
-        plans, better = list(plan.replicas), True
-        while better and tries > 0:
-            better = False
+        """The plan after so many random changes of its slowest replica, without those that make it longer."""
+        draw, plans = Random(0), list(plan.replicas)
+        for _ in range(min(tries, _TRIES_PER_SEQUENCE * len(self.lengths))):
             slowest = max(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
-            for changes in self.neighbours(plans, slowest):
-                runs = {at: self.replica(plan.family, order) for at, order in changes.items()}
-                tries -= len(runs)
-                longest = max(math.inf if run is None else run.timeline.makespan for run in runs.values())
-                if longest < plans[slowest].timeline.makespan * (1 - 1e-9):
-                    plans = [runs.get(at) or each for at, each in enumerate(plans)]
-                    better = True
-                    break
-                if tries <= 0:
-                    break
+            changes = self.changed(draw, plans, slowest)
+            runs = {at: self.replica(plan.family, order) for at, order in changes.items()}
+            longest = max((math.inf if run is None else run.timeline.makespan for run in runs.values()), default=0.0)
+            if longest <= plans[slowest].timeline.makespan:
+                plans = [runs.get(at) or each for at, each in enumerate(plans)]
         return replace(plan, replicas=tuple(plans), makespan=max(each.timeline.makespan for each in plans))
 
-    def neighbours(self, plans: Sequence[ReplicaPlan], slowest: int) -> Iterator[dict[int, _Batches]]:
-        """Yield replica -> its micro-batches: two exchange their places, a sequence moves to another micro-batch or one of its
-        own, or to another replica, or replicas exchange two."""
-        order = plans[slowest].microbatches
-        for first, second in sorted(combinations(range(len(order)), 2), key=lambda pair: pair[1] - pair[0]):
-            moved = list(order)
-            moved[first], moved[second] = moved[second], moved[first]
-            yield {slowest: tuple(moved)}
-        members = [(source, sequence) for source, batch in enumerate(order) for sequence in batch]
-        for source, sequence in members:
-            for after in self.placed(_without(order, sequence), sequence, source):
-                yield {slowest: after}
-        quickest = min(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
-        other = plans[quickest].microbatches
-        for source, sequence in members if quickest != slowest else ():
-            left = _kept(_without(order, sequence))
-            for after in self.placed(other, sequence) if left else ():
-                yield {slowest: left, quickest: after}
-            for theirs, their in ((batch, each) for batch in other for each in batch):
-                longer = self.lengths[their] - self.lengths[sequence]
-                if self.fits(order[source], longer) and self.fits(theirs, -longer):
-                    yield {slowest: _renamed(order, sequence, their), quickest: _renamed(other, their, sequence)}
-
-    def placed(self, order: _Batches, sequence: int, source: int | None = None) -> Iterator[_Batches]:
-        """Yield these micro-batches with the sequence in one of its own, or in any other than `source` that has room."""
-        for to in range(len(order) + 1):
-            yield _kept((*order[:to], (sequence,), *order[to:]))
-            if to < len(order) and to != source and self.fits(order[to], self.lengths[sequence]):
-                yield _kept((*order[:to], (*order[to], sequence), *order[to + 1 :]))
-
-    def fits(self, batch: Iterable[int], more: int) -> bool:
-        """Return whether a micro-batch has room for so many tokens more."""
-        return sum(self.lengths[at] for at in batch) + more <= self.tokens
+    def changed(self, draw: Random, plans: Sequence[ReplicaPlan], slowest: int) -> dict[int, _Batches]:
+        """Replica -> its micro-batches after a random change: one moves or two exchange places; or a sequence moves, to one of
+        its own too, or changes places with another, of this replica or of others. {}: the limit of tokens forbids it."""
+        mine, kind = [list(batch) for batch in plans[slowest].microbatches], draw.randrange(4)
+        if kind < 2:
+            first, second = draw.randrange(len(mine)), draw.randrange(len(mine))
+            if kind == 0:
+                mine.insert(second, mine.pop(first))
+            else:
+                mine[first], mine[second] = mine[second], mine[first]
+            return {slowest: _kept(mine)}
+        other = draw.randrange(len(plans)) if kind == 2 else slowest
+        theirs = mine if other == slowest else [list(batch) for batch in plans[other].microbatches]
+        source = draw.choice(mine)
+        sequence = source.pop(draw.randrange(len(source)))
+        to = draw.randrange(len(theirs) + 1)
+        if to == len(theirs):
+            to = draw.randrange(len(theirs) + 1)
+            theirs.insert(to, [])
+        elif theirs[to] and draw.random() < 0.5:
+            source.append(theirs[to].pop(draw.randrange(len(theirs[to]))))
+        theirs[to].append(sequence)
+        after = {slowest: _kept(mine), other: _kept(theirs)}
+        sizes = [sum(self.lengths[at] for at in batch) for batches in after.values() for batch in batches]
+        return after if all(after.values()) and max(sizes) <= self.tokens else {}
 
     @cached_property
     def bound(self) -> float:
@@ -400,16 +390,8 @@ class _StepQuestion:
         return max(work + first, longest)
 
 
-def _kept(batches: _Batches) -> _Batches:
-    return tuple(batch for batch in batches if batch)
-
-
-def _without(batches: _Batches, sequence: int) -> _Batches:
-    return tuple(tuple(each for each in batch if each != sequence) for batch in batches)
-
-
-def _renamed(batches: _Batches, sequence: int, other: int) -> _Batches:
-    return tuple(tuple(other if each == sequence else each for each in batch) for batch in batches)
+def _kept(batches: Iterable[Iterable[int]]) -> _Batches:
+    return tuple(filter(None, map(tuple, batches)))
 
 
 def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:

@@ -255,7 +255,10 @@ def _layer_times(
         product = _product_seconds(op, runtime.element, device)
         elementwise = op.traffic / device.elementwise + device.launch
         to_experts = _seconds(op.ep_bytes, links.ep, links.latency)
-        sent = (1 - runtime.hides_exchange) * _seconds(op.tp_bytes, links.tp, links.latency) + to_experts
+        sent = _seconds(op.tp_bytes, links.tp, links.latency)
+        if runtime.overlaps_exchange:  # all parts but the first, or the last
+            sent -= min((1 - 1 / layout.tp) * sent, product)
+        sent += to_experts
         sent += _seconds(op.cp_bytes * (layout.cp - 1), links.cp, links.latency)
         forward += product + elementwise + sent
         sent_forward += sent

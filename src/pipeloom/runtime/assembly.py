@@ -26,13 +26,13 @@ from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.stage import Stage
 from pipeloom.runtime.stage_modules import (
     KnownKeywords,
-    Layer,
     LayerNames,
     LayerSource,
     ModelNames,
     StageModules,
     build_stage,
     carrying,
+    layer_cost,
     layer_name,
     require_arguments,
     split_layers,
@@ -134,7 +134,7 @@ class PipelineSpec:
         shares = len(self.schedule.vocabulary)  # of the last layers, one on each rank
         spread = sum(getattr(layer, "spread", False) for layer in self.layers)
         last = len(self.layers) - (max(spread, 1) if shares else 0)
-        costs = [layer.cost if isinstance(layer, Layer) else 0.0 for layer in self.layers[:last]]
+        costs = [layer_cost(layer) for layer in self.layers[:last]]
         if wrong := [name for name, cost in zip(self.names, costs, strict=False) if not 0 <= cost < math.inf]:
             raise ConfigError(f"layer {wrong[0]!r}: its cost must be a finite number of at least 0")
         self.ranges = split_layers(last, self.schedule.positions, self.stages, costs)

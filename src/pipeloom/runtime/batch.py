@@ -245,6 +245,7 @@ def cut_batch(
     weighing: Weighing,
     slices: SequenceSlices | None = None,
     context: ContextParallel | None = None,
+    number: int = 0,
 ) -> list[BatchUnit]:
     """Cut every tensor along its first dimension, also in tuples, lists and dicts. Other values, and tensors with another
     first dimension, are passed to all micro-batches.
@@ -255,6 +256,7 @@ def cut_batch(
     Args:
         slices: of the sequences; None: they are not cut.
         context: the ranks that share the tokens of the inputs and of the targets; keyword arguments stay those of all ranks.
+        number: that of the first micro-batch, for messages.
 
     Raises UsageError if a micro-batch would be empty, for targets in a dict or, unless they are weighed or shared, with
     another number of rows, for targets without a dimension of the sequences that are cut, for a weight that is negative or not
@@ -301,7 +303,8 @@ def cut_batch(
                 [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
                 for values in (each_inputs, each_targets)
             )
-    weights = _weights(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut)
+    numbers = [number + at for at, _ in units]
+    weights = _weights(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut, numbers)
     # The parts of the same number of rows, and of the same slice, have the same shapes.
     keys = [(sizes[at], place) for at, place in units]
     examples = dict(zip(keys, zip(each_inputs, each_keywords, strict=True), strict=True))
@@ -396,13 +399,19 @@ def _sequence_length(inputs: Sequence[Any]) -> int:
 
 
 def _weights(
-    targets: Any, parts: Sequence[Any], sizes: Sequence[int], rows: int, weighing: Weighing, cut: bool
+    targets: Any,
+    parts: Sequence[Any],
+    sizes: Sequence[int],
+    rows: int,
+    weighing: Weighing,
+    cut: bool,
+    numbers: Sequence[int],
 ) -> Sequence[float]:
-    """Return each micro-batch's weight."""
+    """Return the weight of each micro-batch, which have these numbers."""
     if targets is None:  # outputs only: there is no mean
         return [float(size) for size in sizes]
     if weighing.weight is not None:
-        return [_given_weight(weighing.weight(part), at) for at, part in enumerate(parts)]
+        return [_given_weight(weighing.weight(part), at) for at, part in zip(numbers, parts, strict=True)]
     if cut:  # along the sequences
         return [count_targets(part, weighing.ignore_index) for part in parts]
     return _count_by_part(targets, sizes, rows, weighing.ignore_index)
@@ -535,12 +544,24 @@ def join(outputs: Sequence[Any]) -> Any:
     return first if all(each is first or each == first for each in outputs) else list(outputs)
 
 
-def sum_over_replicas(weight: float, mesh: Mesh, device: torch.device, alarm: FailureReporter) -> float:
-    """Return the sum of a number over the data-parallel replicas, the same on each; collective over them."""
+def sum_over_replicas(weight: float, mesh: Mesh, device: torch.device, alarm: FailureReporter, order: int) -> float:
+    """Return the sum of a number over the data-parallel replicas, the same on each; collective over them.
+
+    Args:
+        order: 20 bits for what this rank exchanges with other replicas in the step.
+
+    Raises UsageError where `order` is not the same on all.
+    """
     if mesh.dp.group is None:
         return weight
     has_gloo = "gloo" in str(dist.get_backend_config(mesh.dp.group))
     with alarm.waiting("the other replicas' numbers of targets"):
-        total = torch.tensor([weight], dtype=torch.float64, device="cpu" if has_gloo else device)
-        dist.all_reduce(total, group=mesh.dp.group)
-    return float(total.item())
+        numbers = torch.tensor([weight, order, order**2], dtype=torch.float64, device="cpu" if has_gloo else device)
+        dist.all_reduce(numbers, group=mesh.dp.group)
+        total, orders, squares = numbers.tolist()
+    if mesh.dp.size * int(squares) != int(orders) ** 2:
+        raise UsageError(
+            "replicas exchange gradients, parameters or experts' tokens in each micro-batch, and theirs differ in number or "
+            "order: give all of them as many micro-batches and one schedule"
+        )
+    return float(total)

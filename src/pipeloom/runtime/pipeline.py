@@ -9,7 +9,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,8 @@ from pipeloom.schedule.channels import Message
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.timeline import Timeline
 
+_INTERNAL = frozenset(("control", "distributed", "group", "run_control", "stored_name", "watchdog"))
+"""Names of `Pipeline` that were public before 0.3; until 0.4 they warn."""
 _LOWERED = 64  # schedules whose programs are kept, for steps that run one of several
 
 
@@ -99,7 +101,8 @@ class Pipeline:
             rows) other than `ignore_index`. A micro-batch of weight 0 is not given to the loss; its gradient is zero.
         ignore_index: the target that the loss skips, as in torch's cross entropy; None: every target counts. Only the
             default weight uses it.
-        stages: number of layers of each stage position; default: spread evenly.
+        stages: number of layers of each stage position; default: by the layers' costs (`Layer.cost`, of modules their
+            parameters), evenly if one has none.
         tied: groups of names of parameters that share one weight.
         options: see RuntimeOptions.
 
@@ -116,6 +119,16 @@ class Pipeline:
     Raises:
         ScheduleError: a schedule that cannot run. ConfigError: sizes that do not fit. DistributedError: ranks that disagree.
     """
+
+    if not TYPE_CHECKING:  # mypy reports unknown names, which a `__getattr__` would accept
+
+        def __getattr__(self, name: str) -> Any:
+            """Return what has become internal, with a warning."""
+            if name not in _INTERNAL:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r:.200}")
+            words = f"Pipeline.{name} is internal and goes in 0.4; Pipeline.mesh has the processes and their groups"
+            warnings.warn(words, DeprecationWarning, stacklevel=2)
+            return getattr(self, f"_{name}")
 
     def __init__(
         self,
@@ -135,12 +148,12 @@ class Pipeline:
         _require_processes(schedule.ranks, self.ranks)
         if options.watchdog is not None:
             self._watched_by(options.watchdog)
-        prefix, seed = self._shake_hands() if self.distributed else ("", spec.seed)
+        prefix, seed = self._shake_hands() if self._distributed else ("", spec.seed)
         with self._alarm.reporting():
             self._build({self.rank: self._status}, seed, summed_over(self.mesh, options))
             if self.mesh.dp.size > 1 and self.mesh.dp.index == self.mesh.tp.index == 0:
                 self._warn_of_statistics()
-            if self.distributed:
+            if self._distributed:
                 self._connect(prefix)
         self._status.phase = "first step"
 
@@ -248,10 +261,10 @@ class Pipeline:
 
     def _exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks of this pipeline, in rank order."""
-        if self.group is None:
+        if self._group is None:
             return [value]
         with self._alarm.waiting("the other ranks at start-up"):
-            return all_gather_json(value, self.group)
+            return all_gather_json(value, self._group)
 
     def _warn_of_statistics(self) -> None:
         """Warn of running statistics, which data-parallel replicas gather each for itself."""
@@ -276,7 +289,7 @@ class Pipeline:
             engine.require_order(programs)
         for engine in self._engines:
             engine.programs = programs
-        if self._signals is None and self.group is not None and programs.of_rank(self.rank).has_signals:
+        if self._signals is None and self._group is not None and programs.of_rank(self.rank).has_signals:
             self._signals = SignalsBetweenProcesses(group_of_members(self._line.ranks, backend="gloo"))
         self.schedule = schedule
         self._parts_unchecked = bool(schedule._recomputed_parts)
@@ -385,7 +398,7 @@ class Pipeline:
             self._compare_replicas()
         if self._batches.due():
             with self._alarm.waiting("the other ranks' checksums of the batch"):
-                differences = self._batches.differences(arguments, self.run_control)
+                differences = self._batches.differences(arguments, self._run_control)
             self._batches.require_none(differences, self.next_step)
 
     @property
@@ -447,9 +460,9 @@ class Pipeline:
             executor = self._executor(count, whole=True)
             with self._alarm.reporting():
                 outputs = executor.run(batch, keep_outputs=True).outputs
-        if len(self.schedule.routes) > 1 and self.group is not None:
+        if len(self.schedule.routes) > 1 and self._group is not None:
             with self._alarm.reporting():
-                gathered = all_gather_tree(list(outputs.items()), self.group, self.device)
+                gathered = all_gather_tree(list(outputs.items()), self._group, self.device)
             outputs = {mb: output for part in gathered for mb, output in part} if outputs else {}
         results: list[Any] = [None] * (1 if given.cut else batch.count)
         if len(outputs) == batch.count:
@@ -462,14 +475,14 @@ class Pipeline:
 
     def _compare_replicas(self) -> None:
         """Compare what several processes hold, before the first step or evaluation after construction or a load."""
-        if self.distributed and self.options.init != "none":
+        if self._distributed and self.options.init != "none":
             with self._alarm.waiting(
                 "the comparison of replicated weights, after construction or a load by every rank"
             ):
                 self._gradients.wait_for_weights()
                 mine = replicas.replicated(self._assembly, self.mesh)
                 tensors = {key: each.tensor for key, each in mine.items()}
-                differences = replicas.compare(tensors, self.run_control, self.mesh.shape)
+                differences = replicas.compare(tensors, self._run_control, self.mesh.shape)
                 replicas.require_alike(differences, self.mesh)
                 if differences and self.options.init == "check":
                     raise DistributedError(
@@ -484,7 +497,7 @@ class Pipeline:
 
     def _checksums_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
         """Return shape and checksum of each buffer of which another rank has a replica on another route."""
-        replicated = self._assembly.replicated_layers if self.distributed else {}
+        replicated = self._assembly.replicated_layers if self._distributed else {}
         buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
         sums = checksums(list(buffers.values()))
         return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
@@ -527,22 +540,22 @@ class Pipeline:
         return len(self._line.ranks)
 
     @property
-    def group(self) -> Any:
+    def _group(self) -> Any:
         """The pipeline's process group; None for one process."""
         return self._line.group
 
     @property
-    def distributed(self) -> bool:
+    def _distributed(self) -> bool:
         """Return whether the mesh has other processes."""
         return self.mesh.everyone.group is not None
 
     @property
-    def control(self) -> Any:
+    def _control(self) -> Any:
         """A gloo group for small CPU messages between the pipeline's ranks; None for one process."""
         return self._connections.control
 
     @property
-    def run_control(self) -> Any:
+    def _run_control(self) -> Any:
         """A gloo group of all ranks of the run, by their numbers in `mesh.everyone`; None for one process."""
         return self._connections.run_control
 
@@ -654,14 +667,14 @@ class Pipeline:
         if not any(result.starts for result in self._results):
             raise UsageError("no step has run yet")
         with self.waiting("the other ranks' timelines"):
-            offset = clock_offset(self._line, self.control)
+            offset = clock_offset(self._line, self._control)
             ranks = [measured_rank(result, offset) for result in self._results]
-            if self.group is not None:
-                ranks = [each for mine in all_gather_json(ranks, self.group) for each in mine]
+            if self._group is not None:
+                ranks = [each for mine in all_gather_json(ranks, self._group) for each in mine]
         return merged_timeline(self.schedule, ranks)
 
     @property
-    def watchdog(self) -> Watchdog | None:
+    def _watchdog(self) -> Watchdog | None:
         """The watchdog of this process; None for one process, and without `RuntimeOptions.monitor`."""
         return self._alarm.watchdog
 
@@ -737,7 +750,7 @@ class Pipeline:
         """Note that this rank's parameters were written to, not by their optimizer; every rank must call it."""
         self._gradients.weights_changed()
 
-    def stored_name(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         """The name of this parameter in checkpoints: the first name of a weight with several, on every layout."""
         return self._assembly.first_names.get(name, name)
 
@@ -786,7 +799,9 @@ class Pipeline:
 
     def _split(self, given: GivenBatch, count: int, whole: bool = False) -> Microbatches:
         """Return a batch cut into so many micro-batches, or those given; `whole`: of whole sequences, without targets."""
-        total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm)
+        program = self._engines[0].programs.of_rank(self.rank, None if torch.is_grad_enabled() else count, whole)
+        order = program.order if self.mesh.ep.size > 1 else program.order_of_stages
+        total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm, order=order)
         weighing = Weighing(
             None if self._spec.weight is None else self._reported_weight,
             self._spec.ignore_index,
@@ -799,12 +814,12 @@ class Pipeline:
         context = None if whole else self._context
         multiple = 1 if context is None else 2 * context.axis.size
         units = []
-        for inputs, targets, keywords in given.parts:
+        for number, (inputs, targets, keywords) in enumerate(given.parts):
             sizes = chosen_sizes(inputs, count if given.cut else 1, self.options.microbatch_sizes)
             slices = SequenceSlices.of(
                 inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple
             )
-            units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context)
+            units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context, number)
         # Another replica may have any number of micro-batches: with gaps no two samples of a step draw the same numbers.
         first = None if given.cut else (self.mesh.place.dp << 32,) * 2
         return weighed(units, weighing, contexts, first)
@@ -820,8 +835,8 @@ class LocalPipeline(Pipeline):
     """A `Pipeline` with all ranks in this process and one thread, for notebooks, debuggers and tests.
 
     The lowering, executor and channels are the same, over memory instead of a network. Where the methods of `Pipeline` describe
-    one rank, these describe all: `stats` and `peak_activations` have one entry per rank. `rank`, `ranks`, `group`, `control`,
-    `distributed` and `sync` are as of a pipeline of one process, and methods that concern other processes do nothing.
+    one rank, these describe all: `stats` and `peak_activations` have one entry per rank. `rank`, `ranks` and `sync` are
+    as of a pipeline of one process, and methods that concern other processes do nothing.
 
     Args:
         layers, schedule, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.

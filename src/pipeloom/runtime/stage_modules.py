@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
 from pipeloom.ops.layer import KEYWORD
@@ -365,6 +366,14 @@ def build_stage(
 def layer_name(source: LayerSource, index: int) -> str:
     """Return the layer's global name: its own, or its index."""
     return str(getattr(source, "name", index))
+
+
+def layer_cost(source: LayerSource) -> float:
+    """Return the layer's `cost`, of a module its number of parameters plus 1; 0 where it is unknown before the layer runs."""
+    if isinstance(source, nn.Module):
+        parameters = list(source.parameters())
+        return 0.0 if any(map(is_lazy, parameters)) else 1.0 + sum(parameter.numel() for parameter in parameters)
+    return source.cost if isinstance(source, Layer) else 0.0
 
 
 def _build(source: LayerSource, index: int) -> nn.Module:

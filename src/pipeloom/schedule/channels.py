@@ -295,5 +295,6 @@ def count_words(count: int) -> str:
 def _in_units(count: float, base: int, units: Sequence[str]) -> str:
     for power, unit in zip(range(len(units), 0, -1), units, strict=True):
         if count >= base**power:
-            return f"{count / base**power:.3g} {unit}"
+            number = count / base**power
+            return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
     return ""

@@ -203,22 +203,25 @@ def _check_slices(schedule: Schedule) -> None:
 
     The state of a slice, its keys and values, is part of what is kept, and so there from its F until its B or I.
     """
+    slices, stride, kinds = schedule.slices, schedule._kind_stride, schedule.kinds
+    steps = [
+        (1 if kind.is_forward else -1) * (kind.is_forward or INPUT_GRADIENT in kind.produces) * (not kind.vocabulary)
+        for kind in kinds
+    ]
     for rank in range(schedule.ranks):
-        due: dict[tuple[bool, int, int], int] = {}
+        due: dict[tuple[int, int], int] = {}
         for code in schedule._action_codes(rank):
-            action = parts(schedule.decode(code))[0]
-            kind = kind_of(action.kind)
-            if action.slice is None or kind.vocabulary or not (kind.is_forward or INPUT_GRADIENT in kind.produces):
+            number, place = divmod(code, stride)
+            if not (step := steps[number]) or kinds[number].of_stage:
                 continue
-            forward, step = kind.is_forward, 1 if kind.is_forward else -1
-            key = forward, action.stage, action.microbatch
-            expected = due.get(key, 0 if forward else schedule.slices - 1)
-            if action.slice != expected:
+            key = step, place // slices  # of a stage and micro-batch
+            expected = due.get(key, 0 if step > 0 else slices - 1)
+            if place % slices != expected:
                 raise ScheduleError(
-                    f"rank {rank}: {action} stands before slice {expected} of its stage and micro-batch; "
+                    f"rank {rank}: {schedule.decode(code)} stands before slice {expected} of its stage and micro-batch; "
                     + (
                         "a forward needs the keys and values of the slices before it"
-                        if forward
+                        if step > 0
                         else "a backward needs the gradients of its keys and values from the slices behind it"
                     )
                 )

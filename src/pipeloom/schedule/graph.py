@@ -20,6 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -166,6 +167,7 @@ class EntryWait(NamedTuple):
         return self.rank, self.at, self.share
 
 
+@lru_cache(maxsize=8)  # several costs are walked, and the timeline asks again
 def entry_waits(schedule: Schedule) -> dict[tuple[int, int], tuple[EntryWait, ...]]:
     """(rank, position) -> the entries that it waits for, besides the events of `Graph` and the entry before it on its queue.
 

@@ -204,7 +204,8 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
         else:
             fewest = middle + 1
     # In a V the two stages of a rank alternate, and a shift by an odd number of forwards may break their rhythm.
-    runs = [(simulate(each).makespan, each) for each in map(later, (more, more + 1)) if _runs(each)]
+    candidates = [later(more), *filter(_runs, [later(more + 1)])]
+    runs = [(simulate(each).makespan, each) for each in candidates]
     makespan, shortest = min(runs, key=lambda run: run[0])
     if makespan > _LONGEST * simulate(schedule).makespan / slices:
         raise UsageError(

@@ -29,7 +29,7 @@ def from_every_rank(pipeline: Pipeline, value: Any, what: str, phase: str | None
     if pipeline.mesh.everyone.size == 1:
         return [value]
     with pipeline.waiting(what, phase):
-        return all_gather_json(value, pipeline.run_control)
+        return all_gather_json(value, pipeline._run_control)
 
 
 def agreed(exchange: Callable[[Any], list[Any]], work: Callable[[], Any]) -> list[Any]:
@@ -63,7 +63,7 @@ def maxima(pipeline: Pipeline, values: Sequence[float]) -> list[float]:
 
 def sums(pipeline: Pipeline | LocalPipeline, values: Sequence[float]) -> list[float]:
     """Return the sum of each number over the ranks of this pipeline, in fp64; the same bits on every rank."""
-    return [sum(column) for column in zip(*_gather(pipeline, values, pipeline.group), strict=True)]
+    return [sum(column) for column in zip(*_gather(pipeline, values, pipeline._group), strict=True)]
 
 
 def _gather(pipeline: Pipeline | LocalPipeline, values: Sequence[float], group: Any) -> list[list[float]]:
@@ -86,7 +86,7 @@ class NumberGather:
         self._work: Any = None
         if pipeline.mesh.everyone.size > 1:
             self._rows = [torch.empty_like(row) for _ in range(pipeline.mesh.everyone.size)]
-            self._work = dist.all_gather(self._rows, row, group=pipeline.run_control, async_op=True)
+            self._work = dist.all_gather(self._rows, row, group=pipeline._run_control, async_op=True)
 
     def wait(self) -> list[list[float]]:
         """Wait for the numbers of every rank, and return them in rank order, with the same bits on every rank."""

@@ -32,6 +32,7 @@ from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.run import RunCheckpoints, RunFacts, RunState, Start, digests, find_start
 from pipeloom.train.collect import from_every_worker, gather
 from pipeloom.train.data.batches import Batch, Batches, Mixture, Rows, SortedDocuments
+from pipeloom.train.data.planned import PlannedBatch, StepPlanner
 from pipeloom.train.data.prepare import Data, open_data, require_masks
 from pipeloom.train.hub.generate import generate
 from pipeloom.train.hub.lora_files import base_weights, begin_weights
@@ -111,7 +112,8 @@ def _train(
         trainer = Trainer(config, pipeline, context, report, data.unit, observers)
         sizes = BytesCheck(as_packed(layout, data.packed), pipeline, trainer.optimizer, report)
         # On a CPU the step whose bytes are counted takes longer, and a search would be for its times.
-        if config.train.steps > 1 and (layout.search is None or context.device.type != "cpu"):
+        planned = config.data.batching == "planned"  # what is predicted is a step of equal micro-batches
+        if config.train.steps > 1 and not planned and (layout.search is None or context.device.type != "cpu"):
             trainer.more_observers.append(sizes.row)
             trainer.log.slowed = lambda: sizes.slows
         trainer.state.chat = data.template is not None
@@ -147,7 +149,7 @@ def _train(
             traces = [replace(trace, costs=replace(trace.costs, message=message)) for trace in trainer.log.traces]
             name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else ""
             compare = partial(compared, layout, device_name=name, sizes=(sizes.predicted, sizes.measured))
-            report.conclude(traces, (before, after, count), data.unit, written, crowded, compare)
+            report.conclude(traces, (before, after, count), data.unit, written, crowded, None if planned else compare)
         pipeline.close()
 
 
@@ -264,6 +266,10 @@ class Trainer:
         """
         options, mesh, state = self.config.train, self.pipeline.mesh, self.state
         batches = Batches(text, self.config, mesh.shape.dp)
+        planner: StepPlanner | None = None
+        if self.config.data.batching == "planned":
+            planner = StepPlanner(self.config, self.pipeline.schedule.chunks, batches.of_step(0))
+            self.say(f"the first batch as planned: {planner.words}")
         self._held_out = held_out
         self._before_steps()
         with self.garbage:
@@ -276,8 +282,11 @@ class Trainer:
                 needs = {need for row in due for need in row.needs}
                 self.pipeline.trace = "trace" in needs
                 begun = time.perf_counter()
-                whole = batches.of_step(state.batch).with_ahead(self.config.model.num_nextn_predict_layers)
-                batch = whole.part(mesh.place.dp, mesh.shape.dp)
+                whole, replica = batches.of_step(state.batch), mesh.place.dp
+                if planner is not None:
+                    batch: Batch | PlannedBatch = planner.part(whole, replica)
+                else:
+                    batch = whole.with_ahead(self.config.model.num_nextn_predict_layers).part(replica, mesh.shape.dp)
                 # Dropout of Hugging Face models draws from torch's generator: a resumed run must draw the same.
                 torch.manual_seed(stable_seed("step", options.seed, state.steps_done, mesh.everyone.index))
                 rate = learning_rate(state.steps_done, options.steps, self.config.optimizer, mesh.shape.dp)
@@ -417,14 +426,13 @@ class Trainer:
         for line in lines:
             self._report.say(line)
 
-    def step(self, batch: Batch, rate: float, norms: bool = False) -> Outcome:
+    def step(self, batch: Batch | PlannedBatch, rate: float, norms: bool = False) -> Outcome:
         """Make one optimizer step, unless its gradient is bad: then the weights stay as they are.
 
         Args:
             norms: whether to compute the norms by layer (or by parameter, as `log.norms` is set) for the outcome.
         """
-        there = batch.to(self.pipeline.device)
-        loss = self.pipeline.step(there.tokens, there.targets, **there.keywords)
+        loss = self.pipeline.step(**batch.to(self.pipeline.device).arguments)
         with self.pipeline.waiting_for_device():
             row = self._row.make(float(self._flags()))
         rows = gather(self.pipeline, row)
@@ -438,7 +446,7 @@ class Trainer:
         outcome = Outcome(loss.item(), norm, rate, flags, bad=bad, norms=by_layer, cause=cause, terms=terms)
         return outcome.without_terms(self.config.model.mtp_loss_coef)
 
-    def step_early(self, batch: Batch, rate: float, settle: bool) -> list[Outcome]:
+    def step_early(self, batch: Batch | PlannedBatch, rate: float, settle: bool) -> list[Outcome]:
         """Make one step without a barrier, and return the outcomes of the steps that are final after it.
 
         That is the step before; this step too with `settle`, or if the step before has a request or a gradient norm that is not
@@ -446,7 +454,7 @@ class Trainer:
         """
         speculative, there = self._speculative, batch.to(self.pipeline.device)
         assert speculative is not None
-        outcomes = [speculative.step(there.tokens, there.targets, rate, self._flags(), **there.keywords)]
+        outcomes = [speculative.step(there.arguments, rate, self._flags())]
         if settle or any(each is not None and (each.flags or not math.isfinite(each.norm)) for each in outcomes):
             outcomes.append(speculative.settle())
         coefficient = self.config.model.mtp_loss_coef
@@ -471,7 +479,7 @@ class Trainer:
         for batch in batches:
             part = batch if len(batch.tokens) % replicas else batch.part(place.dp, replicas)
             there = part.to(device)
-            loss = self.pipeline.evaluate(there.tokens, there.targets, **there.keywords)
+            loss = self.pipeline.evaluate(**there.arguments)
             targets = count_targets(batch.targets)
             with self.pipeline.waiting_for_device():
                 total += loss.item() * targets

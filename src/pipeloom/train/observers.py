@@ -22,6 +22,7 @@ from pipeloom.schedule import Timeline
 from pipeloom.shapes.layers import training_flops
 from pipeloom.train.collect import maxima
 from pipeloom.train.data.batches import Batch
+from pipeloom.train.data.planned import PlannedBatch
 from pipeloom.train.report.metrics import StepMetrics, memory_in_use, model_flops_utilization, simulated
 from pipeloom.train.report.report import Report, reported
 from pipeloom.train.step import Outcome
@@ -47,7 +48,7 @@ class StepEnd:
     """
 
     step: int
-    batch: Batch
+    batch: Batch | PlannedBatch
     seconds: float
     outcomes: Sequence[Outcome]
     rolled_back: bool = False
@@ -176,10 +177,14 @@ class StepLog:
 
     def count(self, end: StepEnd) -> None:
         """Add a step, whose batch may have another shape than those of other steps."""
-        rows, length = end.batch.tokens.shape
-        rows *= self._pipeline.mesh.shape.dp
         self._seconds += end.seconds
         self._steps += 1
+        if isinstance(end.batch, PlannedBatch):
+            self._tokens += end.batch.tokens
+            self._flops += end.batch.flops
+            return
+        rows, length = end.batch.tokens.shape
+        rows *= self._pipeline.mesh.shape.dp
         self._tokens += rows * length
         self._flops += training_flops(self._shape, length, rows)
 

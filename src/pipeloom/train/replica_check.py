@@ -53,7 +53,7 @@ class ReplicaCheck:
 
         Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
         """
-        if self._pipeline.distributed:
+        if self._pipeline._distributed:
             self._require_equal(step)
         self.equal_until = step
 
@@ -62,7 +62,7 @@ class ReplicaCheck:
         shape = pipeline.mesh.shape
         tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
         with pipeline.waiting("the other ranks' checksums"):
-            differences = replicas.compare(named, pipeline.run_control, shape, tolerance)
+            differences = replicas.compare(named, pipeline._run_control, shape, tolerance)
         if differences:
             raise DistributedError(f"after step {step} {self._words(differences)}")
 

@@ -13,7 +13,7 @@ never sent.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,22 +110,22 @@ class SpeculativeOptimizer:
         self._before_step = OptimizerCopy()
         self._row = NormRow(pipeline, optimizer)
 
-    def step(self, inputs: Any, targets: Any, rate: float, flags: int = 0, **keywords: Any) -> Outcome | None:
+    def step(self, batch: Mapping[str, Any], rate: float, flags: int = 0) -> Outcome | None:
         """Run forward, backward and optimizer step; return the step before this one, which is final now (None at first).
 
         Args:
-            inputs, targets, keywords: the batch, as for `Pipeline.step`.
+            batch: arguments of `Pipeline.step`.
             rate: the learning rate.
             flags: requests received by this rank; they appear in every rank's outcome of this step.
         """
         restore = before_forward(self._pipeline)
-        loss = self._pipeline.forward_backward(inputs, targets, **keywords)
+        loss = self._pipeline.forward_backward(**batch)
         before, wrong_weights = self._confirm()
         if wrong_weights:
             loss.wait()
             restore()
             self._pipeline.next_step -= 1  # the same step number, so the same random numbers
-            loss = self._pipeline.forward_backward(inputs, targets, **keywords)
+            loss = self._pipeline.forward_backward(**batch)
         self._advance(loss, rate, flags)
         return before
 

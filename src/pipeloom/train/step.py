@@ -62,7 +62,7 @@ def layer_norms(pipeline: Pipeline, optimizer: Optimizer, by: str) -> LayerNorms
     for gradients in (True, False):
         squares_of: dict[str, list[float]] = defaultdict(list)
         for name, square in optimizer.named_squares(gradients).items():
-            stored = pipeline.stored_name(name)
+            stored = pipeline._stored_name(name)
             squares_of[stored if by == "parameter" else layer_of(name, pipeline.modules) or stored].append(square)
         mine.append(squares_of)
     everyone = from_every_rank(pipeline, mine, "the other ranks' norms")

@@ -13,13 +13,19 @@ from torch import Tensor
 
 import pipeloom as pl
 from models import WIDTH, Block, gradients, worst
-from pipeloom.config import MeshShape
+from pipeloom.config import MeshShape, load_layout
+from pipeloom.errors import UsageError
+from pipeloom.measure.build import build_pipeline, model_layers, training_loss
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime.p2p import shared_memory
+from pipeloom.runtime.tensor_spec import to_numbers
 from pipeloom.schedule.families import build
+from pipeloom.schedule.transforms import transformed
 from processes import run_ranks
 
 TOKENS = 24  # the most of a micro-batch
+INTRODUCED: list[Any] = []  # shapes that this process has told its peer, where that is noted
 Sequences = list[tuple[Tensor, Tensor, Tensor, Tensor]]
 
 
@@ -112,6 +118,7 @@ def steps(rank: int, family: tuple[str, int], dp: int, transport: Any, count: in
         report["alive"].append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
         report["groups"].append(dist.distributed_c10d._world.group_count)
     report["segments"] = pipeline.stats.send_segments
+    report["introduced"] = list(INTRODUCED)
     pipeline.close()
     return report
 
@@ -132,6 +139,22 @@ def require_as_one_process(reports: list[dict[str, Any]]) -> None:
 )
 def test_two_ranks_compute_what_one_process_does_in_every_step(family: tuple[str, int], transport: str) -> None:
     require_as_one_process(run_ranks(steps, 2, family, 1, transport, 6))
+
+
+def test_a_peer_remembers_a_limited_number_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes beyond it replace all earlier ones, which are sent again where they return."""
+
+    def noted(boundary: Any) -> list[int]:
+        INTRODUCED.append(boundary)
+        return to_numbers(boundary)
+
+    monkeypatch.setattr(shared_memory, "to_numbers", noted)
+    for most, again in ((3, True), (4096, False)):
+        monkeypatch.setattr(shared_memory, "_MOST_BOUNDARIES", most)
+        reports = run_ranks(steps, 2, ("1f1b", 1), 1, "shared", 8)
+        require_as_one_process(reports)
+        for sent in (report["introduced"] for report in reports):
+            assert (len(sent) > len(set(sent)) > 3) == again
 
 
 @pytest.mark.slow
@@ -174,3 +197,78 @@ def other_order(rank: int) -> float:
 @pytest.mark.core
 def test_replicas_sum_gradients_in_one_order_whatever_their_schedules() -> None:
     assert max(run_ranks(other_order, 2)) <= 1e-5
+
+
+def sharded_steps(rank: int, words: tuple[str, ...]) -> list[float | str]:
+    """The furthest gradient of steps of unequal counts on two replicas of two ranks that shard in the step; or the refusal."""
+    mesh = Mesh.of(MeshShape(pp=2, dp=2))
+    assert mesh is not None
+    options = RuntimeOptions(shard_gradients=True, timeout=60)
+    schedules = {count: transformed(build("1f1b", 2, count), words) for count in range(1, 6)}
+    pipeline = Pipeline(layers(2), schedules[2], loss=weighed_error, weight=counted, mesh=mesh, options=options)
+    assert pipeline.sync is not None
+    pipeline.sync.fills_grad = False
+    modules, found = [Shifted(seed) for seed in range(2)], list[float | str]()
+    for counts in ((2, 2), (3, 2), (1, 4), (4, 4)):
+        sequences = sequences_of(0)[: sum(counts)]
+        mine = sequences[counts[0] :] if mesh.dp.index else sequences[: counts[0]]
+        batches = [packed(mine, (at,)) for at in range(len(mine))]
+        try:
+            pipeline.step(microbatches=batches, schedule=schedules[len(mine)])
+        except UsageError as error:
+            found.append(str(error))
+            break
+        got = {name: each for name, each in pipeline.sync.whole_gradients().items() if each is not None}
+        want = of_one_process(modules, sequences)[1]
+        found.append(worst(got, {name: want[name] for name in got}))
+        pipeline.zero_grad()
+    pipeline.close()
+    return found
+
+
+def test_replicas_of_unequal_counts_gather_and_reduce_once_a_step_as_one_process() -> None:
+    for found in run_ranks(sharded_steps, 4, ("shard=2",)):
+        assert len(found) == 4
+        assert max(each for each in found if isinstance(each, float)) <= 1e-5
+
+
+def test_replicas_that_reduce_in_each_micro_batch_need_the_same_number() -> None:
+    for first, refusal in run_ranks(sharded_steps, 4, ("reduce-gradients=1",)):
+        assert first <= 1e-5
+        assert "theirs differ in number or order: give all of them as many micro-batches and one schedule" in refusal
+
+
+def steps_of_experts(rank: int) -> tuple[list[float], list[str]]:
+    """Differences of the loss from one process where counts are equal, and the refusals of unequal ones."""
+    keys = {"parallel.pp": 1, "parallel.dp": 2, "parallel.ep": 2, "model.num_experts": 4, "model.aux_loss_coef": 0.0}
+    layout = load_layout("tiny", {**keys, "schedule.name": "1f1b", "schedule.microbatches": 2})
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    one = LocalPipeline(
+        model_layers(layout.config, torch.float32, torch.device("cpu")),
+        build("1f1b", 1, 1),
+        loss=training_loss(layout.config),
+    )
+    errors, refusals = [], []
+    for counts in ((2, 2), (3, 2), (1, 1), (2, 1)):
+        generator = torch.Generator().manual_seed(sum(counts))
+        every = [torch.randint(0, 256, (1, 5 + 3 * at), generator=generator) for at in range(sum(counts))]
+        mine = every[counts[0] :] if rank else every[: counts[0]]
+        batches = [(tokens, tokens) for tokens in mine]
+        try:
+            loss = pipeline.step(microbatches=batches, schedule=build("1f1b", 1, len(batches))).item()
+        except UsageError as error:
+            refusals.append(str(error))
+            with pytest.raises(UsageError, match="theirs differ in number"):
+                pipeline.evaluate(microbatches=batches)
+            continue
+        want = one.step(microbatches=[(each, each) for each in every], schedule=build("1f1b", 1, len(every))).item()
+        errors.append(abs(loss - want) / want)
+        pipeline.zero_grad()
+    pipeline.close()
+    return errors, refusals
+
+
+def test_replicas_that_exchange_tokens_of_experts_need_the_same_number() -> None:
+    for errors, refusals in run_ranks(steps_of_experts, 2):
+        assert len(errors) == len(refusals) == 2
+        assert max(errors) <= 1e-5

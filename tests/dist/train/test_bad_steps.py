@@ -48,8 +48,8 @@ def trained(tmp_path: Any, bad: dict[int, float], **changes: Any) -> tuple[Train
     trainer.begin(Start(), tmp_path / "run")
     plain = trainer.pipeline.step
 
-    def spoilt(*arguments: Any) -> Any:
-        loss = plain(*arguments)
+    def spoilt(*arguments: Any, **keywords: Any) -> Any:
+        loss = plain(*arguments, **keywords)
         for parameter in trainer.pipeline.parameters():
             if trainer.state.batch in bad and parameter.grad is not None:
                 parameter.grad.mul_(bad[trainer.state.batch])
@@ -78,16 +78,16 @@ def stopped(rank: int, what: str) -> str:
     trainer = Trainer(layout.config, build_pipeline(layout, CPU), context(rank, 2), None)
     plain = trainer.pipeline.step
 
-    def spoilt(*arguments: Any) -> Any:
+    def spoilt(*arguments: Any, **keywords: Any) -> Any:
         if trainer.state.steps_done == 1 and rank == 1 and what == "weight":
             dict(trainer.pipeline.named_parameters())[NORM].data[3] = math.nan
         if trainer.state.steps_done == 1 and rank == 1 and what == "loss":
             first = next(iter(trainer.pipeline.modules.values()))
             handle = first.register_forward_hook(lambda *values: values[2] * math.nan)
-            loss = plain(*arguments)
+            loss = plain(*arguments, **keywords)
             handle.remove()
             return loss
-        return plain(*arguments)
+        return plain(*arguments, **keywords)
 
     trainer.pipeline.step = spoilt  # type: ignore[method-assign]
     try:

@@ -158,7 +158,7 @@ def test_verdicts_tell_passed_from_failed(capsys: pytest.CaptureFixture[str]) ->
     assert (good["worst_parameter"], good["failing"]) == ("b", {})
     assert bad["worst_parameter"] == "b"
     assert set(bad["failing"]) == {"a", "b"}
-    assert verify.row(good, 6).startswith("PASS  good    loss 1.0e-08  worst 3.0e-07 b")
+    assert verify.row(good, 6).startswith("PASS  good    loss 1.0e-08  worst gradient 3.0e-07 b")
     assert verify.row(bad, 6).startswith("FAIL")
     assert verify.summarise(asked, [good]) == 0
     assert "1 of 1 layouts pass at 1e-05 (fp32, max" in capsys.readouterr().out

@@ -83,7 +83,7 @@ def train(rank: int, layout: Layout, barrier: bool, spoil: Spoil, steps: int = S
     for now in range(steps):
         batch = batch_of(layout, now).part(pipeline.mesh.place.dp, layout.mesh.dp)
         rate, step.now = 1e-3 * (now + 1), now
-        run.final(trainer.step(batch, rate) if barrier else speculative.step(batch.tokens, batch.targets, rate))
+        run.final(trainer.step(batch, rate) if barrier else speculative.step(batch.arguments, rate))
     if not barrier:
         run.final(speculative.settle())
         assert speculative.settle() is None
@@ -234,7 +234,7 @@ def overlap(rank: int) -> dict[bool, tuple[list[float], list[float]]]:
             if barrier:
                 trainer.step(batch_of(layout, step), 1e-3)
             else:
-                speculative.step(*batch_of(layout, step)[:2], 1e-3)
+                speculative.step(batch_of(layout, step).arguments, 1e-3)
         speculative.settle()
         pipeline.close()
         found[barrier] = begins, ends

@@ -14,7 +14,7 @@ def test_a_plan_becomes_a_configuration_whose_dry_run_agrees(use: Use) -> None:
     best = re.search(r"^dp=(\d+),pp=(\d+),v=(\d+),m=(\d+):$", plan, re.MULTILINE)
     assert best is not None
     assert f"{best[2]} ranks of {best[3]} stages, {best[4]} micro-batches, {best[1]} data-parallel replicas" in dry
-    step = re.search(r"step on h100: .*? host [\d.]+\)", " ".join(plan.split()))
+    step = re.search(r"step on h100: .*? host [\d.]+ s\)", " ".join(plan.split()))
     assert step is not None
     assert step[0] in dry
     assert use.pages == [page]

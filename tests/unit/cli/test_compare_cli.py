@@ -185,6 +185,18 @@ def test_a_plan_of_lengths_stands_beside_simple_packings(pipeloom: Run, tmp_path
     assert " ".join(map(str, found[0]["replicas"][1]["tokens"])) in text
 
 
+def test_the_replicas_of_a_plan_are_drawn_under_each_other_with_their_tokens(pipeloom: Run, tmp_path: Path) -> None:
+    file, page, drawing = tmp_path / "lengths.txt", tmp_path / "plan.html", tmp_path / "plan.svg"
+    file.write_text("900 80 70 60 500 400 30 20", "utf-8")
+    line = f"compare --lengths {file} --ranks 2 --replicas 2 --tokens 1000 --html {page} --svg {drawing} --json"
+    plan = json.loads(pipeloom(line).out)["plans"][0]
+    for text in (page.read_text("utf-8"), drawing.read_text("utf-8")):
+        assert text.index("replica 0: zbv, 2 ranks") < text.index("replica 1: zbv, 2 ranks")
+        for at, replica in enumerate(plan["replicas"]):
+            tokens = " ".join(f"{number}:{tokens}" for number, tokens in enumerate(replica["tokens"]))
+            assert f"replica {at}: {tokens}</text>" in text
+
+
 @pytest.mark.parametrize(
     ("content", "flags", "words"),
     [

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
-from pipeloom.cli.dry_run import _bytes_lines, expected_timeline, rank_table
+from pipeloom.cli.dry_run import expected_timeline, rank_table
 from pipeloom.config import load_layout
 from pipeloom.errors import CapacityError, ConfigError, UsageError
 from pipeloom.plan import load_device
 from pipeloom.plan.memory import RankMemory
+from pipeloom.plan.report import memory_lines
 from pipeloom.plan.run import predicted, rank_parameters
+from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.layers import parameter_count
 from pipeloom.shapes.mesh import MeshShape
 
@@ -62,7 +63,7 @@ def test_a_plan_without_data_is_described_and_not_started(
 ) -> None:
     monkeypatch.setattr(train, "start_workers", lambda *_: pytest.fail("a worker was started"))
     assert run(tmp_path, "--data.source", "") == 0
-    assert 'data.source = "": it starts with data only: --data.source FILE' in capsys.readouterr().out
+    assert 'data.source = "": a run needs data: --data.source FILE' in capsys.readouterr().out
     with pytest.raises(
         ConfigError, match=r'data\.source = "": a plan does not know your data; nearest: --data\.source FILE'
     ):
@@ -180,7 +181,10 @@ def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
         replace(RankMemory(*[0.0] * 9, "0F0"), parameters=1024.0),
         replace(RankMemory(*[0.0] * 9, "0F0"), buffers=2048.0),
     ]
-    head = _bytes_lines(SimpleNamespace(ranks=ranks))[0]
+    head, *_, last = memory_lines(ranks, size_words, "peak")
+    assert "temp: used by the action at the peak" in last
+    rows = [line.split()[0] for line in memory_lines(ranks * 10)[1:-1]]
+    assert rows == ["0", "1", "2", "10", "18", "19"]
     assert head.split() == ["rank", "params", "buffers", "peak"]
 
 

@@ -76,3 +76,16 @@ def test_a_name_of_others_stands_for_what_there_is(pipeloom: Run) -> None:
     assert named_otherwise("vpp", ["ranks"]) == ""
     with pytest.raises(UsageError, match=r"--parallel\.pp\?"):
         split_arguments(["--num-stages", "4"])
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        "compare --lengths lengths.txt --ranks 4 --replicas 2 --attention-tokens 8192",
+        "rehearse zbv --ranks 4 --microbatches 8 --forward 1 --input-grad 1.2 --message 4MiB",
+    ],
+)
+def test_examples_can_be_copied(pipeloom: Run, example: str) -> None:
+    """What does not fit a line goes on behind a backslash, and no option is broken at its hyphen."""
+    text = pipeloom(f"{example.split()[0]} --help").out.replace("\\\n", "")
+    assert f"pipeloom {example}" in [" ".join(line.split()) for line in text.splitlines()]

@@ -10,6 +10,8 @@ import pytest
 
 from pipeloom.cli import app
 from pipeloom.errors import CapacityError, UsageError
+from pipeloom.plan.report import step_words
+from pipeloom.plan.time import StepTime
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 4096, "num_attention_heads": 32}
 LLAMA |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 1000}
@@ -105,3 +107,8 @@ def test_adapters_are_planned_and_written(capsys, tmp_path, monkeypatch):
 def test_stages_are_read_in_megatrons_notation(capsys):
     words = ("--model", "llama3-8b", "--layout", "pp=4,m=8", "--json")
     assert json.loads(run(capsys, *words, "--stages", "Et*5|(t*9|)*2t*9L"))["stages"] == [6, 9, 9, 10]
+
+
+def test_parts_that_are_next_to_nothing_of_a_step_are_left_out() -> None:
+    words = step_words(StepTime(8.0, 1.0, 0.9, 0.001, 0.1, 0.009), 5.0, "h100", measured=True)
+    assert words.endswith("(compute 8 s, exchange 1 s, idle 0.9 s, optimizer 0.1 s)")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import pipeloom as pl
 from pipeloom.cli import app
 from pipeloom.errors import PipeloomError, UsageError
+from pipeloom.schedule.timeline import Exposed
 from pipeloom.traces import timelines as timeline_files
 from primus_dump import converted, dump
 
@@ -42,6 +43,15 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
+def test_uses_of_time_that_do_not_fit_a_line_stand_below_the_others(tmp_path: Path) -> None:
+    exposed = (Exposed({"tp": 1.2345e-4, "cp": 2.3456e-4, "all-to-all": 3.4567e-4}, {"dp": 4.5678e-4}, 0.1),) * 4
+    steps = [dataclasses.replace(step, exposed=exposed) for step in _steps(3)]
+    (tmp_path / "timelines.json").write_text(json.dumps(timeline_files.to_dict(steps)))
+    table = _run(str(tmp_path / "timelines.json")).partition("where the time went")[2].splitlines()
+    assert [line.split()[0] for line in table if line.startswith("rank")] == ["rank", "rank"]
+    assert max(map(len, table)) <= 80
+
+
 def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path: Path) -> None:
     text = _run(str(folder), "--html", str(tmp_path / "x.html"), "--svg", str(tmp_path / "x.svg"), "--width", "90")
     assert "measured, times in ms" in text
@@ -49,6 +59,7 @@ def test_a_run_is_drawn_with_its_unit_and_its_prediction(folder: Path, tmp_path:
     assert f"error {100 * (1.015 / 1.04 - 1):+.1f} %" in text
     assert "actions ran 2 % slower in them; with costs at that speed: error +0.0 %" in text
     assert "steps became 4 % longer" in text
+    assert "dependency: another rank has not yet" in text
     assert "time, ms" in (tmp_path / "x.svg").read_text()
     assert '"unit":{"factor":1000.0,"name":"ms"}' in (tmp_path / "x.html").read_text()
     assert "of each step: " not in (tmp_path / "x.html").read_text()

@@ -35,6 +35,12 @@ def test_uneven_microbatches_are_announced() -> None:
     assert not any("micro-batches" in note for note in even.notes)
 
 
+def test_planned_micro_batches_are_announced_instead_of_equal_ones() -> None:
+    keys = {"train.global_batch_size": 22, "schedule.microbatches": 5, "train.seq_len": 64, "data.batching": "planned"}
+    (note,) = load_layout("tiny", keys).notes
+    assert "packs 22 documents into micro-batches of at most 320 tokens" in note
+
+
 def test_stages_as_many_as_blocks_carry_embedding_and_output_along() -> None:
     assert load_layout().stage_layers == (2, 1, 1, 1, 1, 1, 1, 2)
 

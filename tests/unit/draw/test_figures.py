@@ -79,10 +79,13 @@ def test_sizes_of_messages_are_those_of_their_micro_batches() -> None:
 def test_a_long_last_column_is_broken_at_its_commas_or_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "30")
     rows = [["GiB", "layout"], ["67.8", "dp=4,pp=2,m=2,seq=131072,slices=32"], ["4", "E 0-1 | 5-7 | 11-13 | 17-19"]]
+    rows.append(["1", "with --attention --lora-rank 8"])
     assert in_columns(rows, left=0, ragged=True) == [
         " GiB  layout",
         "67.8  dp=4,pp=2,m=2,",
         "      seq=131072,slices=32",
         "   4  E 0-1 | 5-7 | 11-13 |",
         "      17-19",
+        "   1  with --attention",
+        "      --lora-rank 8",
     ]

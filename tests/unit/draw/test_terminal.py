@@ -131,6 +131,16 @@ def test_colour_only_on_a_terminal_and_not_with_no_color(monkeypatch: pytest.Mon
     assert "\x1b" not in terminal(timeline)
 
 
+@pytest.mark.parametrize("color", [False, True])
+def test_many_kinds_of_actions_have_a_legend_of_several_lines(color: bool) -> None:
+    schedule = pl.schedules.transformed(pl.schedules.interleaved(ranks=4, chunks=3, microbatches=4), ["vocabulary"])
+    for width in range(80, 110):
+        text = re.sub(r"\x1b\[[\d;]*m", "", terminal(pl.simulate(schedule), width=width, color=color))
+        lines = [line.rstrip() for line in text.splitlines()]
+        assert sum(bool(re.search("BROADCAST|REDUCE|gradients of a share|· idle", line)) for line in lines) > 1
+        assert max(map(len, lines)) <= width
+
+
 def test_zero_costs_do_not_break_it() -> None:
     assert "makespan          0" in "\n".join(_drawn("gpipe", 2, 2, pl.Costs(0, 0, 0)))
 

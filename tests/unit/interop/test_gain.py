@@ -58,6 +58,21 @@ def test_changes_find_most_of_what_an_exhaustive_search_finds(system: str, model
     assert set(held) <= {sentence.partition("=")[0] for sentence in losses}
 
 
+def test_a_job_that_overlaps_exchanges_of_tp_is_predicted_so() -> None:
+    """And its neighbours without tp ask for no overlap, which Megatron-LM would refuse."""
+    job = gain_job("megatron", "llama3-8b", "dp=2,tp=2,pp=2,m=16")
+    space = gain_space(job, axes=True)
+    flags = f"{SYSTEMS['megatron'].write(job).rstrip()} --tp-comm-overlap"
+    beside = replace(normal(SYSTEMS["megatron"].read(flags, job.shape)), system="megatron")
+    assert set(beside.options) - set(job.options) == {"overlap_tensor"}
+    runs = space.run(job), space.run(beside)
+    assert runs[1].prediction.step.exchange < 0.7 * runs[0].prediction.step.exchange
+    assert runs[1].prediction.step.reduction == runs[0].prediction.step.reduction
+    near = {each.job.layout.tp: each.job.options for each in space.around(runs[1])}
+    assert "overlap_tensor" in near[4]
+    assert "overlap_tensor" not in near[1]
+
+
 SMALL = ("torchtitan", "llama3-8b", "dp=2,pp=4,m=16,zero=2,recompute=full", "")
 
 

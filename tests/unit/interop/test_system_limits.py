@@ -40,6 +40,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (EXPERTS.replace("-overlap", ""), PAIRS, "pairs its chunks", "interleaved-overlap"),
     (EXPERTS, {}, "a schedule of pairs is the overlap of experts' exchange", "interleaved"),
     ("dp=2,m=4", {"options": ("delay_wgrad",)}, "delay_wgrad needs", "overlap_experts"),
+    ("dp=2,m=4", {"options": ("overlap_tensor",)}, "the overlap of tp's exchanges needs some (arguments.py)", "tp=2"),
     ("dp=2,m=4", {"options": ("overlap_params",)}, "needs that of sums (arguments.py)", "overlap_grads"),
     ("dp=2,m=4,zero=0", {"options": ("overlap_grads", "overlap_params")}, "needs the distributed optimizer", "zero=1"),
     ("m=4,offload=attn_proj", {}, "attn_proj goes to the host with core_attn alone", "offload=attn_proj+core_attn"),

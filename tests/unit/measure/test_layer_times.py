@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from pipeloom.cli.profile import _form
+from pipeloom.cli.profile import _form, _lines
 from pipeloom.config import load_layout
 from pipeloom.measure import layer_times as module
 from pipeloom.measure import link_times as links
@@ -135,6 +135,7 @@ def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
     talk = LinkTimes("ep", "all-to-all", (0, 1), (0, 100), (Sample(0.5, 0), Sample(1.5, 0)))
     others = LinkTimes("dp", "all-to-all", (0, 1), (0, 100), (Sample(7, 0), Sample(8, 0)))
     form = _form(layout, profile_of([slow, fast, others, talk]))
+    assert "W weight gradient, B both at once" in _lines(form)[-1]
     costs = form["costs"]
     assert layout.schedule.placement == (0, 1, 1, 0)
     assert costs["forward"] == (11, 10, 10, 110)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pipeloom as pl
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.runtime.assembly import PipelineSpec
+from pipeloom.runtime.stage_modules import LayerSource
 
 
 def block() -> nn.Module:
@@ -141,9 +143,9 @@ def test_an_example_that_is_no_tensor() -> None:
 
 
 def test_layers_with_costs_are_cut_by_them() -> None:
-    """Those of auto_layers have their parameters; where a layer has no cost, each stage has as many."""
+    """Modules and those of auto_layers have their parameters; where a layer has no cost, each stage has as many."""
 
-    def sizes(layers: list[Layer], stages: list[int] | None = None) -> list[int]:
+    def sizes(layers: Sequence[LayerSource], stages: list[int] | None = None) -> list[int]:
         spec = PipelineSpec(layers, pl.schedules.gpipe(4, 4), F.mse_loss, None, None, stages, (), RuntimeOptions())
         return [len(layers) for layers in spec.ranges]
 
@@ -154,4 +156,11 @@ def test_layers_with_costs_are_cut_by_them() -> None:
     assert sizes([*layers[:-1], Layer("head", block)]) == [2, 2, 2, 2]
     assert sizes(layers, [1, 1, 1, 5]) == [1, 1, 1, 5]
     model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 8), *(nn.Linear(8, 8) for _ in range(5)), nn.Linear(8, 900))
-    assert sizes(pl.auto_layers(model, torch.rand(2, 8)).layers) == [1, 1, 5, 1]
+    assert sizes(pl.auto_layers(model, torch.rand(2, 8)).layers) == sizes([*model]) == [1, 1, 5, 1]
+    assert sizes([*model[:-1], nn.Identity]) == [2, 2, 2, 2]
+    assert sizes([nn.Linear(8, 8), *(nn.Identity() for _ in range(5)), nn.Linear(8, 8), nn.Linear(8, 8)]) == [
+        1,
+        5,
+        1,
+        1,
+    ]

@@ -265,6 +265,15 @@ def test_loads_count_choices_and_drops_of_the_last_step_in_training() -> None:
     assert not take_loads(block.mlp.gate).any()
 
 
+def test_loads_of_a_step_that_nobody_took_are_gone_after_the_next() -> None:
+    block = block_of(num_experts=4)
+    for number in range(3):
+        block(normal(2, 8, 32), microbatch=MicrobatchContext(step=1, index=number))
+    for number in (1, 4, 4):  # the last is computed again
+        block(normal(2, 8, 32), microbatch=MicrobatchContext(step=2, index=number))
+    assert int(take_loads(block.mlp.gate).sum()) == 2 * (2 * 16)
+
+
 def test_only_a_sigmoid_gate_has_a_bias_and_it_is_fp32() -> None:
     sigmoid, softmax = (layers(model(router=router), 5, torch.bfloat16)[1]() for router in ("sigmoid", "softmax"))
     bias = sigmoid.mlp.gate.e_score_correction_bias

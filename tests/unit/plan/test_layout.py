@@ -230,6 +230,29 @@ def test_estimates_are_near_the_predictions(name, v, slices):
     assert least * exact.peak < rough.memory < CLOSE * exact.peak  # or what fits would be discarded
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2,pp=2,m=32,vocabulary=pp", "pp=4,v=3,m=16,micro_batch=2", "pp=4,m=4,slices=2", "pp=4,m=8,schedule=zb-h1",
+        "pp=4,v=2,m=4,schedule=zbv", "dp=4,m=16", "pp=2,v=2,m=4,recompute=full", "dp=4,pp=2,m=64,zero=3",
+    ],
+)  # fmt: skip
+def test_no_step_is_shorter_than_its_work_and_half_of_what_else_is_estimated(text):
+    """But for hundredths of a percent; the search leaves out what is slower so."""
+    planned = planner(runtime="pipeloom")
+    rough, exact = estimate(planned, parse_layout(text)), planned.predict(parse_layout(text)).step.total
+    assert 0.5 * rough.seconds < rough.least <= exact
+    assert exact > 0.999 * (rough.least + rough.seconds) / 2
+
+
+def test_work_of_pairs_is_without_what_they_hide():
+    planned = planner("mixtral-8x7b", runtime="pipeloom")
+    layout = parse_layout("dp=8,pp=2,ep=8,m=32,schedule=1f1b-overlap")
+    assert (
+        0.5 * estimate(planned, layout).seconds < estimate(planned, layout).least < planned.predict(layout).step.total
+    )
+
+
 def test_nothing_fits_a_small_device():
     assert not search(planner("llama3-405b"), request_of(8, 8)).predictions
 
@@ -608,6 +631,33 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
     assert fastest(planned, asked).layout == best.layout
     assert search(planned, replace(asked, partial=False)).best.layout.recompute_layers == 0
     assert not PlanRequest.of("torchtitan", 2, H100.memory, 64, 4096).partial
+
+
+@pytest.mark.parametrize("gib", [26, 30])
+def test_a_higher_zero_level_recomputes_fewer_blocks(gib):
+    """Though the lower one leaves room where all are recomputed, and the search has looked at no higher one there."""
+    fixed = {"tp": 2, "pp": 2, "cp": 1, "v": 1, "slices": 1, "vocabulary": "last", "micro_batch": 1, "schedule": "1f1b"}
+    asked, planned = PlanRequest.of("pipeloom", 16, gib * 2**30, 64, 4096, fixed=fixed), planner(runtime="pipeloom")
+    bare = PlannedLayout(dp=4, tp=2, pp=2, m=16)
+    some = [
+        replace(bare, zero=zero, recompute="full", recompute_layers=count) for zero in (1, 2, 3) for count in range(16)
+    ]
+    every = [planned.predict(each) for each in (bare, replace(bare, zero=2), replace(bare, zero=3), *some)]
+    best = max((each for each in every if each.peak <= asked.memory), key=lambda each: each.tokens)
+    assert best.layout.zero > 1
+    assert best.layout.recompute_layers > 0
+    assert fastest(planned, asked).layout == best.layout
+
+
+def test_a_block_is_recomputed_where_none_fits_by_its_estimate_alone():
+    fixed = {"tp": 1, "pp": 2, "cp": 1, "v": 1, "slices": 1, "vocabulary": "pp", "micro_batch": 1, "schedule": "1f1b"}
+    planned = planner(runtime="pipeloom")
+    bare = planned.predict(parse_layout("dp=2,pp=2,m=32,vocabulary=pp"))
+    memory = (estimate(planned, bare.layout).memory + bare.peak) / 2
+    assert memory < bare.peak
+    asked = replace(PlanRequest.of("pipeloom", 4, memory, 64, 4096, fixed=fixed), zero=(1,))
+    best = fastest(planned, asked)
+    assert best.layout.recompute_layers == 1
 
 
 def test_nothing_is_recomputed_in_part_where_that_saves_no_bytes():

@@ -71,15 +71,20 @@ def test_a_device_has_the_memory_that_its_driver_offers_and_what_all_have_in_com
     assert load_device("a100").host_link == 25e9  # its own, in place of the common one
 
 
-def test_a_share_of_the_exchanges_of_tp_runs_beside_products():
-    """Of tp alone, and of no system but Megatron's."""
-    assert {name: each.hides_exchange for name, each in RUNTIMES.items() if each.hides_exchange} == {"megatron": 0.15}
-    waits = replace(planner(), runtime=replace(RUNTIMES["megatron"], hides_exchange=0.0))
-    for axes, share in (({"tp": 8}, 0.85), ({"cp": 8}, 1.0)):
+def test_exchanges_of_tp_and_their_products_run_in_as_many_parts_as_ranks():
+    """All but one part of an exchange is hidden, of tp alone; no more than its product takes."""
+    assert not any(each.overlaps_exchange for each in RUNTIMES.values())
+    beside = replace(planner(), runtime=replace(RUNTIMES["megatron"], overlaps_exchange=True))
+    for axes, share in (({"tp": 2}, 1 / 2), ({"cp": 8}, 1.0)):
         layout = PlannedLayout(m=4, seq=8192, **axes)
-        steps = [each.predict(layout).step for each in (planner(), waits)]
-        assert steps[0].exchange == pytest.approx(share * steps[1].exchange)
+        steps = [each.predict(layout).step for each in (beside, planner())]
+        assert steps[0].exchange == pytest.approx(share * steps[1].exchange, rel=0.02)
         assert steps[0].compute == pytest.approx(steps[1].compute)
+    layouts = [PlannedLayout(tp=tp, m=4, seq=8192) for tp in (4, 8)]
+    steps = [[each.predict(layout).step for each in (beside, planner())] for layout in layouts]
+    shares = [hidden.exchange / waits.exchange for hidden, waits in steps]
+    assert 1 / 4 < shares[0] < shares[1] < 1  # products of more ranks are shorter, and their exchanges are not
+    assert steps[1][1].exchange - steps[1][0].exchange < steps[1][0].compute
 
 
 def timeline(ranks, microbatches):

@@ -193,3 +193,11 @@ def test_it_says_what_it_planned() -> None:
     assert text.splitlines()[0].startswith("1f1b: makespan ")
     assert "% above the bound" in text
     assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["replica 0", "replica 1"]
+
+
+def test_a_sequence_costs_more_than_its_tokens_where_it_is_computed_alone() -> None:
+    times = {
+        name: plan_step([10, 10], 1, tokens=20, time=SequenceTime(**{name: 5.0}), families=[("1f1b", 1)]).makespan
+        for name in ("fixed", "each")
+    }
+    assert times == {"fixed": 3 * (20 + 5), "each": 3 * (20 + 2 * 5)}

@@ -66,6 +66,14 @@ def test_what_is_no_step_is_refused(arguments: dict[str, Any], words: str) -> No
         pipeline().step(**arguments)
 
 
+def test_a_bad_weight_is_that_of_its_micro_batch() -> None:
+    parts = given((1, 3), (2, 3), (1, 3))
+    weigh = lambda targets: -1.0 if len(targets) == 2 else 1.0  # noqa: E731
+    local = LocalPipeline(blocks(2), S.one_f_one_b(2, 3), loss=mse, weight=weigh)
+    with pytest.raises(UsageError, match=r"weight\(targets\) is -1.0 for micro-batch 1"):
+        local.step(microbatches=parts)
+
+
 def test_a_schedule_stays_until_the_next_one() -> None:
     local = pipeline()
     local.step(microbatches=given(*[(1, 3)] * 3), schedule=S.one_f_one_b(2, 3))

@@ -199,3 +199,20 @@ def test_a_copy_of_a_failed_step_does_not_touch_the_next_one(cells: str, fails: 
     assert len(calls) == 2
     want = [plain.step(*batch(4, seed=1)), *(parameter.grad for parameter in plain.parameters())]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("failing", ["0L0:2/2", "0L0:1/2"])
+def test_a_copy_back_that_fails_ends_the_backward_that_waits_for_it(failing: str) -> None:
+    """The backward begins as soon as the copies back have begun, and waits inside for what it uses."""
+    cells = "0F0 0O0:1/2 0O0:2/2 0L0:2/2 0L0:1/2 0B0"
+    schedule = Schedule.of([cells.split()], placement=[0], microbatches=1)
+    pipeline = LocalPipeline([Block(seed) for seed in range(4)], schedule, loss=mse)
+
+    def beside(action: Action, execute: Callable[[], object]) -> None:
+        if str(action) == failing:
+            raise ValueError("no memory left")
+        execute()
+
+    run_beside(pipeline, beside)
+    with pytest.raises(ValueError, match="no memory left"):
+        pipeline.step(*batch(2))

@@ -150,6 +150,14 @@ def test_the_page_goes_where_it_is_asked_for(tmp_path: Path) -> None:
         load_layout("tiny", {"log.html": str(tmp_path / "none" / "page.html")})
 
 
+def test_a_sample_without_spaces_is_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Report(load("tiny", {"log.dir": str(tmp_path)})) as report:
+        report.conclude((), (1.0, 1.0, 1), "byte", "x" * 200 + "\n\n  y", "")
+    written = capsys.readouterr().out.partition("sample:\n")[2].splitlines()
+    assert [len(line) for line in written[:3]] == [80, 80, 52]
+    assert written[3:5] == ["  | ", "  |   y"]
+
+
 def test_a_sample_cannot_steer_the_terminal() -> None:
     assert printable("def f():\n\treturn '\x1b[2J\r\x00ä'") == "def f():\n\treturn '\ufffd[2J\ufffd\ufffdä'"
 

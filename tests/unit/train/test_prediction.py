@@ -74,7 +74,7 @@ def test_a_step_is_one_table_of_a_narrow_terminal() -> None:
     both = comparison(slow=1.5, hop=1e-4)
     measured = replace(both.predicted, source="measured")
     lines = step_lines(measured, both, "4 ranks on 2 cores")
-    assert lines[0].split() == ["measured", "simulated", "predicted"]
+    assert lines[0].split() == ["measured", "simulated", "predicted", "error"]
     assert max(map(len, lines[:5])) <= 80
     assert ["%" in line for line in lines[1:5]] == [True, False, False, True]
     assert [line.split("  ")[0] for line in lines[1:5]] == [

@@ -35,6 +35,7 @@ _START = 64  # offset of the data, a cache line after byte 0, which tells whethe
 _SPIN_SECONDS = 100e-6  # a neighbour often answers sooner than a sleeping process wakes; a longer spin takes its core
 _NOTICE_BYTES = 65536  # the longest that a reader accepts: a notice that is cut off is lost
 _DESCRIPTORS_NEXT = b"+"  # the next notice carries descriptors of new memory
+_MOST_BOUNDARIES = 4096  # that a peer remembers: steps of unequal micro-batches always bring new ones
 _MOST_TENSORS = 128  # in a message: Linux passes at most 253 descriptors at once
 # flags, number of tensors, number of new segments, message, boundary, checksum (or 0); then each tensor's segment
 _NOTICES = [struct.Struct(f"<BBHIIq{count}I") for count in range(_MOST_TENSORS + 1)]
@@ -95,7 +96,7 @@ class _SharedInbox:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.segments: list[_SharedSegment] = []
-        self.boundaries: list[TensorSpecs] = []
+        self.boundaries: dict[int, TensorSpecs] = {}
         self.descriptors_next = False
         self.gone: str | None = None  # the reason why no more messages can arrive
 
@@ -107,7 +108,7 @@ class SharedLinks:
         self, store: RunStore, prefix: str, rank: int, channels: Sequence[Channel], timeout: float, spin: bool
     ) -> None:
         self.spin = _SPIN_SECONDS if spin else 0.0
-        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], int, int]]] = defaultdict(deque)
+        self.arrived: dict[tuple[int, str, int], deque[tuple[list[int], TensorSpecs, int]]] = defaultdict(deque)
         peers = {end for channel in channels if rank in channel[:2] for end in channel[:2]} - {rank}
         # A socket per peer, with whole notices: one read never returns a part of a notice, or parts of two.
         self._connections = connect(
@@ -183,10 +184,11 @@ class SharedLinks:
                     inbox.segments.append(_SharedSegment(descriptor, size))
                     os.close(descriptor)
                 if flags & _NEW_BOUNDARY:
-                    inbox.boundaries.append(from_numbers(rest[new:]))
-        except (struct.error, IndexError, ValueError) as error:
+                    inbox.boundaries[boundary] = from_numbers(rest[new:])
+            specs = inbox.boundaries[boundary]  # now: a later message may bring others under this number
+        except (struct.error, LookupError, ValueError) as error:
             raise DistributedError(f"rank {peer} sent {length} bytes that are not a message notice: {error}") from None
-        self.arrived[peer, _MESSAGE_KINDS[flags & _GRADIENT], index].append((numbers, boundary, checksum))
+        self.arrived[peer, _MESSAGE_KINDS[flags & _GRADIENT], index].append((numbers, specs, checksum))
         return True
 
     def read_all(self, timeout: float | None) -> None:
@@ -195,8 +197,8 @@ class SharedLinks:
             while self.read(self._by_descriptor[descriptor]):
                 pass
 
-    def wait(self, message: Message) -> tuple[list[int], int, int]:
-        """Wait for `message`; return the numbers of its segments and of its specs, and its checksum.
+    def wait(self, message: Message) -> tuple[list[int], TensorSpecs, int]:
+        """Wait for `message`; return the numbers of its segments, its specs and its checksum.
 
         Notices are kept by message, since a rank may use messages in another order than that of arrival, and in queues, since
         a sender may be in the next step already.
@@ -251,6 +253,8 @@ class SharedMemoryTransport:
             flags, boundary = _GRADIENT, boundary_of(values)
         known = outbox.boundaries.get(boundary)
         if known is None:
+            if len(outbox.boundaries) == _MOST_BOUNDARIES:  # their numbers are given again
+                outbox.boundaries.clear()
             known = outbox.boundaries[boundary] = len(outbox.boundaries)
             flags |= _NEW_BOUNDARY
             rest = [*sizes, *to_numbers(boundary)]
@@ -269,9 +273,8 @@ class SharedMemoryTransport:
         return True
 
     def take(self, message: Message) -> Delivery:
-        numbers, known, checksum = self._links.wait(message)
+        numbers, boundary, checksum = self._links.wait(message)
         inbox = self._links.inboxes[message.channel.source]
-        boundary = inbox.boundaries[known]
         left = iter(numbers)
         values: list[Tensor | None] = []
         for spec in boundary:

@@ -46,7 +46,7 @@ def opened_together(path: Path, pipeline: Pipeline) -> Reader:
     Raises CheckpointError, the same on every rank, if it is absent or damaged.
     """
     everyone = pipeline.mesh.everyone
-    group = pipeline.run_control if everyone.size > 1 else None
+    group = pipeline._run_control if everyone.size > 1 else None
     with contextlib.suppress(CheckpointError):  # refused with a reason where it is read
         path = newest_checkpoint(path)
     with pipeline.waiting("the other ranks to compare a checkpoint's checksums", "load"):

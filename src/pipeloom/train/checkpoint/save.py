@@ -114,7 +114,7 @@ class Saver:
         self._pipeline, self._optimizer = pipeline, optimizer
         self._keep, self._keep_every = keep, keep_every
         self._asynchronous = asynchronous
-        if asynchronous and pipeline.distributed and pipeline.watchdog is None:
+        if asynchronous and pipeline._distributed and pipeline._watchdog is None:
             raise UsageError("asynchronous is True; without RuntimeOptions(monitor=True) it must be False")
         self._rank, self._world = pipeline.mesh.everyone.index, pipeline.mesh.everyone.size
         self._plan: _Plan | None = None
@@ -213,7 +213,7 @@ class Saver:
 
     def _gather(self, outcome: Any, key: str) -> list[Any]:
         """Return the outcomes of all ranks; in a thread, over the watchdogs' connections."""
-        watchdog = self._pipeline.watchdog if self._asynchronous else None
+        watchdog = self._pipeline._watchdog if self._asynchronous else None
         return self._exchange(outcome, _PARTS) if watchdog is None else watchdog.gather(key, outcome)
 
     def _raise_together(self) -> None:

@@ -131,7 +131,7 @@ def holders(pipeline: Pipeline) -> list[Holder]:
         pieces = pieces_of(sharding, place, tuple(parameter.shape))
         shape = tuple(sharding.full_shape(parameter.shape))
         frozen = not parameter.requires_grad
-        held_tensors.append(Holder(pipeline.stored_name(name), parameter.detach(), shape, pieces, True, frozen))
+        held_tensors.append(Holder(pipeline._stored_name(name), parameter.detach(), shape, pieces, True, frozen))
     for layer, module in pipeline.modules.items():
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
@@ -211,7 +211,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
     """Yield the state of each parameter that the optimizer steps here."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
-    parameters = {parameter: by_name[pipeline.stored_name(name)] for name, parameter in pipeline.named_parameters()}
+    parameters = {parameter: by_name[pipeline._stored_name(name)] for name, parameter in pipeline.named_parameters()}
     if isinstance(optimizer, torch.optim.Optimizer):
         shards = {shard.tensor: shard for shard in pipeline.shards()}
         for parameter in _stepped(optimizer):
@@ -220,7 +220,7 @@ def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
                 )
             shard, values = shards[parameter], dict(optimizer.state.get(parameter, {}))
-            held = by_name[pipeline.stored_name(shard.name)]
+            held = by_name[pipeline._stored_name(shard.name)]
             if parameter.dtype != held.tensor.dtype:
                 values["master"] = parameter
             yield _State(held, shard.start, shard.stop, tuple(parameter.shape), values)
@@ -316,7 +316,7 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
                 else:
                     optimizer.state[parameter][kind] = value
         return
-    by_name = {pipeline.stored_name(name): name for name, _ in pipeline.named_parameters()}
+    by_name = {pipeline._stored_name(name): name for name, _ in pipeline.named_parameters()}
     states = {
         by_name[slot.held.name]: _sliced_state(
             stored, slot, kinds.get(slot.held.name, set()), optimizer.moments(by_name[slot.held.name])

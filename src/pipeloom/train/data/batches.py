@@ -124,6 +124,11 @@ class Batch(NamedTuple):
         return Batch(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
     @property
+    def arguments(self) -> dict[str, Tensor]:
+        """Return the arguments for a pipeline's methods."""
+        return {"inputs": self.tokens, "targets": self.targets, **self.keywords}
+
+    @property
     def keywords(self) -> dict[str, Tensor]:
         """Return the keyword arguments for a pipeline's methods besides tokens and targets."""
         keywords = {"position_ids": self.positions, "mtp_tokens": self.tokens_ahead, "mtp_targets": self.targets_ahead}

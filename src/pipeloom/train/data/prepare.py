@@ -143,8 +143,9 @@ def opened(config: Config, plan: Plan) -> Data:
         )
     else:
         train, held = _rows(config, stores, plan, arrangement == "pack")
+        form = "planned, one document a row" if data.batching == "planned" else "packed"
         lines += [
-            f"packed: {rows.count:,} rows of {length}, {100 * rows.fill:.1f} % full"
+            f"{form}: {rows.count:,} rows of {length}, {100 * rows.fill:.1f} % full"
             for rows in train
             if isinstance(rows, PackedRows)
         ]
@@ -169,7 +170,7 @@ def opened(config: Config, plan: Plan) -> Data:
 
 def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) -> tuple[list[Rows], list[Rows]]:
     """Return the rows to train on, and those held out, of each source. Raises ConfigError for a source without any."""
-    length = config.train.seq_len
+    length, planned = config.train.seq_len, config.data.batching == "planned"
     train: list[Rows] = []
     held: list[Rows] = []
     for number, (source_store, entries, parts) in enumerate(zip(stores, plan, _parts(config, stores), strict=True)):
@@ -180,7 +181,8 @@ def _rows(config: Config, stores: list[store.Store], plan: Plan, packs: bool) ->
             if packs:
                 entry = cache.Entry(Path(entries["pieces"][at]))
                 pieces = entry["pieces"].reshape(-1, 2)
-                rows.append(PackedRows(source_store.tokens, source_store.counts, pieces, entry["rows"], length))
+                begins = np.arange(len(pieces) + 1) if planned and rows is train else entry["rows"]  # one, or as packed
+                rows.append(PackedRows(source_store.tokens, source_store.counts, pieces, begins, length))
             else:
                 require_length(part.tokens, length, what + of)
                 rows.append(SpanRows(source_store.tokens, part, length))
@@ -242,7 +244,7 @@ def _arrangement(config: Config, stores: list[store.Store]) -> Literal["concaten
             f'data.documents = "concatenate": windows would cut the conversations of {chat[0]} anywhere; nearest: "pack"'
         )
     if documents == "auto":
-        return "pack" if chat else "concatenate"
+        return "pack" if chat or config.data.batching == "planned" else "concatenate"
     return documents
 
 

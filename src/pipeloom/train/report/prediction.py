@@ -72,7 +72,7 @@ def step_lines(measured: Timeline, comparison: Comparison | None, crowded: str) 
     rows = [["", "measured", "simulated"], *([name, *map(_number, values)] for name, values in known.items())]
     notes = ["simulated: with the measured times of the stages, and free messages"]
     if comparison is not None:
-        rows = [["", "measured", "simulated", "predicted", ""]]
+        rows = [["", "measured", "simulated", "predicted", "error"]]
         for name, (one, other) in comparison.figures.items():
             write = size_words if name == "bytes" else _number
             error = f"{100 * (one / other - 1):+.1f} %" if name in ("step, s", "bytes") and other else ""

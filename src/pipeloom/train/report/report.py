@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeloom import draw
 from pipeloom.config import Config, to_toml
 from pipeloom.draw.losses import loss_curve
-from pipeloom.errors import ConfigError, UsageError, folded, printable
+from pipeloom.errors import COLUMNS, ConfigError, UsageError, folded, printable
 from pipeloom.limits import expanded
 from pipeloom.schedule import Timeline
 from pipeloom.traces import timelines as timeline_files
@@ -301,7 +302,8 @@ class Report:
             self.record("prediction", **comparison.record())
         if written:
             self.record("sample", text=written)
-            self.say("sample:\n" + "\n".join(f"  | {line}" for line in written.split("\n")))
+            parts = (textwrap.wrap(line, COLUMNS - 4, drop_whitespace=False) or [""] for line in written.split("\n"))
+            self.say("sample:\n" + "\n".join(f"  | {part}" for line in parts for part in line))
         self.say_files(drawn=bool(traces))
 
     def _record_step(self, measured: Timeline, crowded: str) -> None:

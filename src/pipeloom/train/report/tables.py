@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.config import Layout
-from pipeloom.config.layout import stage_words
+from pipeloom.config.layout import STAGE_WORDS, stage_words
 from pipeloom.draw.figures import in_columns
 from pipeloom.runtime import Pipeline
 from pipeloom.schedule import simulate
@@ -36,4 +36,4 @@ def what_ranks_hold(layout: Layout, pipeline: Pipeline, optimizer: Optimizer) ->
     if left_out := len(everyone) - len(rows) + 1:
         others = " and ".join(axis for axis in axes if axis in ("dp", "cp", "tp"))
         lines.append(f"and {left_out} more ranks, which differ in {others}")
-    return lines
+    return [*lines, STAGE_WORDS]

@@ -190,7 +190,7 @@ def _has_packed_text(config: Config, replicas: int) -> bool:
     Return whether its rows hold several documents."""
     train, data = config.train, config.data
     name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
-    if name == BYTES and data.sampling in ("auto", "anywhere"):
+    if name == BYTES and data.batching == "equal" and data.sampling in ("auto", "anywhere"):
         sources = [find(name, data.format) for name in (*data.source, *([data.validation] if data.validation else []))]
         sizes = [sum(file.stat().st_size for file in source.files if file.exists()) for source in sources]
         enough = 2 * train.seq_len / data.held_out

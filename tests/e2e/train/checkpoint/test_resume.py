@@ -17,6 +17,7 @@ import torch
 from checkpoint_runs import command, runs, steps_of, wait_for, words
 from checkpoint_states import contents
 from commands import Command
+from corpora import documents, json_lines
 from pipeloom.train import loop
 from pipeloom.train.checkpoint import save
 from pipeloom.train.checkpoint.folder import complete
@@ -28,10 +29,24 @@ MOE = (
     *("--parallel.ep", "2", "--schedule.name", "1f1b", "--schedule.microbatches", "4"),
 )
 
+PLANNED = (
+    *("--data.source", "{documents}", "--data.batching", "planned", "--data.cache", "{documents}.cache"),
+    *("--train.seq_len", "64", "--train.global_batch_size", "8", "--schedule.name", "zbv"),
+)
 
-@pytest.mark.parametrize("flags", [pytest.param((), id="dense", marks=pytest.mark.full), pytest.param(MOE, id="moe")])
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param((), id="dense", marks=pytest.mark.full),
+        pytest.param(MOE, id="moe"),
+        pytest.param(PLANNED, id="planned"),
+    ],
+)
 def test_four_and_four_steps_are_eight(flags: tuple[str, ...], tmp_path: Path) -> None:
     """Killed after a checkpoint, resumed: the files of the last step are those of an undisturbed run, byte for byte."""
+    source = json_lines(tmp_path / "documents.jsonl", ({"text": text} for text in documents(60)))
+    flags = tuple(flag.format(documents=source) for flag in flags)
     base = ("--model.dropout", "0.1", "--train.steps", "8", "--checkpoint.every", "4", *flags)
     straight = command(tmp_path, "straight", *base)
     assert straight.returncode == 0, straight.stderr
