@@ -321,7 +321,6 @@ class _Script:
         if ends == "(":
             self.blocks.append(_Block("(", self.runs, outer=(self.values, self.doubts)))
             self.values, self.doubts = dict(self.values), dict(self.doubts)
-            self.status, self.joint, self.tested = True, "", False
         elif ends == ")" and block and block.outer:
             self.values, self.doubts = block.outer
             self.blocks.pop()
@@ -627,9 +626,10 @@ class _Script:
     def _computed(self, text: str) -> str:
         try:
             inside = self._text(text[2:-2])
+            if "$" not in inside:
+                inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0]), inside)
             if "$" in inside:  # the reason is listed
                 return self.text[self.begin : self.at]
-            inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0]), inside)
             inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
             inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
             return str(_number(ast.parse(inside.strip(), mode="eval").body))
