@@ -11,11 +11,12 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 from pipeloom.errors import UsageError
 
@@ -27,10 +28,11 @@ _FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|functi
 _REDIRECTS = ("<<<", "&>", "&>>", "<&", ">&", ">>", "<", ">")
 _OPENS, _CLOSES = ("if", "while", "until", "for", "case", "select", "{"), ("fi", "done", "esac", "}")
 _KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "!", "time")
-_DECLARES = ("export", "declare", "local", "readonly", "typeset")
+_LOCALS = ("declare", "local", "typeset")
+_DECLARES = ("export", "readonly", *_LOCALS)
 _TESTS = ("[", "[[", "test", "((")
 _SHELLS = ("sbatch", "bash", "sh")
-_SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift")
+_SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift", "unset")
 _ENDS = " \t\n;&|()<>"
 _LONGEST = 4_000_000  # characters: a script of assignments that double a text, or of functions that call each other, ends in time
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
@@ -61,6 +63,9 @@ _LAUNCHERS = """
 
 Truth = bool | None
 """Of a condition; None: only a run would tell."""
+
+_Values = dict[str, str | list[str]]
+_Kept = dict[str, tuple[str | list[str] | None, str | None]]  # variable -> its value and doubt, to be restored
 
 
 @dataclass(frozen=True)
@@ -179,6 +184,7 @@ class _Block:
         subject: of `case`; None: only a run would tell.
         waits: whether the pattern of a clause of `case` is next.
         function: the name of a function, and where its body begins.
+        outer: variables outside a subshell, and what is not known of them.
     """
 
     word: str
@@ -187,6 +193,7 @@ class _Block:
     subject: str | None = None
     waits: bool = False
     function: tuple[str, int] | None = None
+    outer: tuple[_Values, dict[str, str]] | None = None
 
 
 @dataclass
@@ -194,12 +201,14 @@ class _Script:
     """A text that is read from its begin to its end, and the variables so far with what is not known of them."""
 
     text: str
-    values: dict[str, str | list[str]] = field(default_factory=dict)
+    values: _Values = field(default_factory=dict)
     doubts: dict[str, str] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
     blocks: list[_Block] = field(default_factory=list)
     spent: list[int] = field(default_factory=lambda: [0])
     nested: int = 0
+    kept: _Kept = field(default_factory=dict)  # variables outside the function, where it has its own
     at: int = 0
     begin: int = 0
     status: Truth = True  # of the list of commands so far
@@ -210,7 +219,7 @@ class _Script:
     unsure: bool = False  # whether what is assigned is not known
     document: str = ""  # what is given to the command that was read
     missing: list[str] = field(default_factory=list)
-    prefix: dict[str, str | list[str]] = field(default_factory=dict)  # variables of the command that is being read
+    prefix: _Values = field(default_factory=dict)  # variables of the command that is being read
 
     @property
     def here(self) -> str:
@@ -225,7 +234,6 @@ class _Script:
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands, and take over what the script assigns."""
-        called = set[str]()
         while self.at < len(self.text):
             words, assigned, ends = self._statement()
             runs, missing = self.runs, tuple(dict.fromkeys(self.missing))
@@ -235,35 +243,62 @@ class _Script:
             if runs is False or not words:
                 pass
             elif words[0] in self.functions:
-                called.add(words[0])
-                prefix = {name: value for name, value in self.prefix.items() if self.values.get(name) != value}
-                before = {name: self.values.get(name) for name in ("@", *prefix)}
-                self.values |= {"@": words[1:], **prefix}
-                yield from self._inside(self.functions[words[0]], runs, missing)
-                self.values |= {name: value for name, value in before.items() if value is not None}
-                for name in [name for name, value in before.items() if value is None]:
-                    self.values.pop(name, None)
+                yield from self._call(words, runs, missing)
             elif inner and " " in inner[0]:
                 launchers = words[: words.index("-c") - 1] if "-c" in words else []
-                for command in self._inside(inner[0], runs, missing):
+                text = inner[0] if words[0] == "eval" else f"( {inner[0]}\n)"
+                for command in self._inside(text, runs, missing, self.kept):
                     yield replace(command, words=(*launchers, *command.words))
             elif words[0] in _SHELLS and self.document:
                 self.values |= _slurm(self.document, self.values)
-                yield from self._inside(self.document.replace("\\$", "$"), runs, missing)
-            elif words[0] == "shift" and isinstance(given := self.values.get("@"), list):
-                self.values["@"] = given[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
+                text = self.document.replace("\\$", "$")
+                yield from self._inside(f"( {text}\n)", runs, missing, self.kept)
+            elif words[0] in ("local", "unset"):
+                self._forget(words, runs)
+            elif words[0] == "shift" and isinstance(items := self.values.get("@"), list):
+                self.values["@"] = items[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
             elif words[0] not in _SILENT:
                 yield Command(tuple(words), missing, {**self.values, **self.prefix})
             self._finish(words, assigned, ends)
-        for name in [] if self.nested else [name for name in self.functions if name not in called]:
-            yield from self._inside(self.functions[name], None, ())  # another shell may call it
+        for name in [] if self.nested else [name for name in self.functions if name not in self.called]:
+            yield from self._inside(self.functions[name], None, (), {})  # another shell may call it
 
-    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...]) -> Iterator[Command]:
+    def _call(self, words: Sequence[str], runs: Truth, missing: tuple[str, ...]) -> Iterator[Command]:
+        """Yield the commands of a function; its arguments, and the variables of its own, end with it."""
+        self.called.add(words[0])
+        given = self.prefix | ({} if {"$@", "${@}", "$*"} & {*words} else {"@": list(words[1:])})
+        kept = self._states(given)
+        self._restore({name: (value, None) for name, value in given.items()})
+        yield from self._inside(self.functions[words[0]], runs, missing, kept)
+        self._restore(kept)
+
+    def _forget(self, words: Sequence[str], runs: Truth) -> None:
+        """Take over `unset`, and `local` without a value."""
+        names = [name for name in words[1:] if words[0] == "unset" or name not in self.kept]
+        if words[0] == "local":
+            self.kept |= self._states(names)
+        for name in names if "-f" not in words else ():
+            doubt = f"{name} is unset under a condition, which is not evaluated"
+            self._restore({name: (None, None) if runs else (self.values.get(name), doubt)})
+
+    def _states(self, names: Iterable[str]) -> _Kept:
+        return {name: (self.values.get(name), self.doubts.get(name)) for name in names}
+
+    def _restore(self, kept: _Kept) -> None:
+        tables: tuple[dict[str, Any], ...] = (self.values, self.doubts)
+        for name, states in kept.items():
+            for table, state in zip(tables, states, strict=True):
+                table[name] = state
+                if state is None:
+                    del table[name]
+
+    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...], kept: _Kept) -> Iterator[Command]:
         """Yield the commands of a text that is run at this place, as a function or by another shell."""
         self.spent[0] += len(text) + 1000
         if self.nested >= 50 or self.spent[0] > _LONGEST:
             return
-        inner = _Script(text, self.values, self.doubts, self.functions, [_Block("", runs)], self.spent, self.nested + 1)
+        inner = _Script(text, self.values, self.doubts, self.functions, self.called, [_Block("", runs)], self.spent)
+        inner.nested, inner.kept = self.nested + 1, kept
         for command in inner.commands():
             yield replace(command, unresolved=tuple(dict.fromkeys((*missing, *command.unresolved))))
 
@@ -282,8 +317,14 @@ class _Script:
             self.tested = tests or (self.tested and join is not None)
             self.bracket = (self.bracket or words[:1] == ["[["]) and "]]" not in words
             self.joint = ends if ends in ("&&", "||") else ""
-        if ends == ";;" and self.blocks:
-            block = self.blocks[-1]
+        block = self.blocks[-1] if self.blocks else None
+        if ends == "(":
+            self.blocks.append(_Block("(", self.runs, outer=(self.values, self.doubts)))
+            self.values, self.doubts = dict(self.values), dict(self.doubts)
+        elif ends == ")" and block and block.outer:
+            self.values, self.doubts = block.outer
+            self.blocks.pop()
+        elif ends == ";;" and block:
             block.over, block.waits = _either(block.over, block.runs), block.word == "case"
 
     def _test(self, words: Sequence[str]) -> Truth:
@@ -308,21 +349,19 @@ class _Script:
     def _statement(self) -> tuple[list[str], bool, str]:
         """Return (the words of the next simple command, whether something is assigned, what ends it); keywords are taken over."""
         words, heredocs = list[str](), list[str]()
-        before: tuple[dict[str, str | list[str]], dict[str, str]] | None = None
+        kept: _Kept = {}
         self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
         self.document = ""
         while self.at < len(self.text):
             if self._clause() or self._blank():
                 continue
             assigns = _ASSIGNS.match(self.text, self.at)
-            if not words and (function := _FUNCTION.match(self.text, self.at)):
-                self.at = function.end()
+            if not words and (function := self._passed(_FUNCTION)):
                 self.blocks.append(_Block("{", False, function=(function[1] or function[2], self.at)))
             elif not words and self.text.startswith("((", self.at):
                 self.begin = self.at
                 words = ["((", self._computed(self._nested("(", ")"))]
-            elif match := _OPERATOR.match(self.text, self.at):
-                self.at = match.end()
+            elif match := self._passed(_OPERATOR):
                 if match[1] in ("<<", "<<-"):
                     self._blank()
                     heredocs.append("".join(self._word()))
@@ -338,23 +377,27 @@ class _Script:
                     ends = match[1]
                     break
             elif assigns and (not words or words[0] in _DECLARES):
-                before = before or (dict(self.values), dict(self.doubts))
-                self._assign(assigns)
+                kept = self._states([assigns[1]]) | kept
+                self._assign(assigns, local=words[:1] != [] and words[0] in _LOCALS and "-g" not in words)
             else:
-                if before and not words:  # `X=1 command`: it is the command's alone
-                    self.prefix = dict(self.values)
-                    (self.values, self.doubts), before = before, None
+                if kept and not words:  # `X=1 command`: it is the command's alone
+                    self.prefix = {name: self.values[name] for name in kept if name in self.values}
+                    self._restore(kept)
+                    kept = {}
                 plain = self.here not in "\"'$\\"
                 words += self._word()
                 if len(words) == 1 and plain and words[0] in _KEYWORDS:
                     self._keyword(words.pop())
-        return words, before is not None, ends
+        return words, bool(kept), ends
 
     def _blank(self) -> bool:
         """Pass what separates words; return whether there was any."""
-        passed = re.compile(r"(?:[ \t]|\\\n)+|#[^\n]*").match(self.text, self.at)
-        self.at = passed.end() if passed else self.at
-        return passed is not None
+        return self._passed(r"(?:[ \t]|\\\n)+|#[^\n]*") is not None
+
+    def _passed(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        match = re.compile(pattern).match(self.text, self.at)
+        self.at = match.end() if match else self.at
+        return match
 
     def _skip(self, heredocs: Sequence[str]) -> None:
         for end in heredocs:
@@ -367,8 +410,8 @@ class _Script:
         block = self.blocks[-1] if self.blocks else None
         if block is None or not block.waits:
             return False
-        passed = re.compile(r"(?:\s|#[^\n]*\n)*\(?[ \t]*").match(self.text, self.at)
-        self.at, block.waits = passed.end() if passed else self.at, False
+        self._passed(r"(?:\s|#[^\n]*\n)*\(?[ \t]*")
+        block.waits = False
         if re.compile(r"esac\b").match(self.text, self.at):
             return True
         matches: Truth = False
@@ -390,8 +433,7 @@ class _Script:
             subject = " ".join(self._word(split=False))
             self.blocks.append(_Block(word, False, subject=None if self.missing else subject, waits=True))
             self.missing = []
-            passed = re.compile(r"\s*in\b").match(self.text, self.at)
-            self.at = passed.end() if passed else self.at
+            self._passed(r"\s*in\b")
         elif word in ("for", "select"):
             self._blank()
             if name := _NAME.match(self.text, self.at):
@@ -426,7 +468,7 @@ class _Script:
         inside, self.at = self.text[self.at : stop], stop + 1
         return inside
 
-    def _assign(self, match: re.Match[str]) -> None:
+    def _assign(self, match: re.Match[str], *, local: bool) -> None:
         name, adds, line, self.at = match[1], bool(match[2]), self._line(), match.end()
         before, self.missing = self.missing, []
         value = self._array() if self.here == "(" else " ".join(self._word(split=False))
@@ -434,6 +476,8 @@ class _Script:
         self.unsure, runs = bool(missing), self.runs
         if runs is False:
             return
+        if local and name not in self.kept:
+            self.kept |= self._states([name])
         earlier = self.values.get(name)
         if adds and isinstance(earlier, list):
             value = [*earlier, *([value] if isinstance(value, str) else value)]
@@ -455,11 +499,8 @@ class _Script:
     def _array(self) -> str | list[str]:
         items = list[str]()
         self.at += 1
-        while self.at < len(self.text) and self.here != ")":
-            if self.here in _ENDS and not self._blank():
-                self.at += 1
-            elif self.here not in _ENDS and not self._blank():
-                items += self._word()
+        while self._passed(r"(?:[\s;&|(<>]|\\\n|#[^\n]*)*") and self.at < len(self.text) and self.here != ")":
+            items += self._word()
         self.at += 1
         return items
 
@@ -524,8 +565,7 @@ class _Script:
             self.at += 1
             return [self._until("'")]
         if self.here not in ("{", "("):
-            name = _NAME.match(self.text, self.at)
-            self.at = name.end() if name else self.at
+            name = self._passed(_NAME)
             if name and name[0] in "@*" and isinstance(items := self.values.get("@"), list):
                 return list(items)
             return [self._variable(name[0]) if name else "$"]
@@ -584,15 +624,17 @@ class _Script:
         return " ".join(inner._word("", split=False))
 
     def _computed(self, text: str) -> str:
-        inside = re.sub(
-            r"\$?\{?([A-Za-z_]\w*)\}?|\$\{?(\d+)\}?", lambda name: self._variable(name[1] or name[2]), text[2:-2]
-        )
-        inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
-        inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
         try:
+            inside = self._text(text[2:-2])
+            if "$" not in inside:
+                inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0]), inside)
+            if "$" in inside:  # the reason is listed
+                return self.text[self.begin : self.at]
+            inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
+            inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
             return str(_number(ast.parse(inside.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return self._unknown(f"$({text:.60})")
+            return self._unknown(f"${text:.60}")
 
     def _note(self, name: str) -> None:
         if name in self.doubts:
