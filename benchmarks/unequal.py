@@ -282,7 +282,7 @@ def measured_costs() -> tuple[SequenceTime, Costs]:
             forward = time.process_time()
             torch.autograd.grad(out.sum(), x, retain_graph=True)
             inner = time.process_time()
-            out.sum().backward()
+            out.sum().backward()  # type: ignore[no-untyped-call]
             spans.append((forward - begin, inner - forward, time.process_time() - inner))
         f, i, b = (median(each) for each in zip(*spans, strict=True))
         rows.append((length, f + b))
@@ -312,7 +312,7 @@ def single() -> int:
             begin = time.process_time()
             for block in model:
                 x = of_each(block, x, lengths)
-            x.sum().backward()
+            x.sum().backward()  # type: ignore[no-untyped-call]
             spans.append(time.process_time() - begin)
         predicted = sum(map(time_of.of, lengths))
         ratios.append(predicted / median(spans))
@@ -342,7 +342,7 @@ def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> li
             self.block = parts.Block()
 
         def forward(self, x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-            return of_each(self.block, x, sizes)
+            return of_each(self.block, x, sizes)  # type: ignore[no-any-return]
 
     families = {"plan": ("zbv", 2), "1f1b": ("1f1b", 1), "interleaved": ("interleaved", 2)}
     blocks = [Layer(f"block{at}", Packed) for at in range(REAL_LAYERS)]

@@ -144,6 +144,6 @@ def test_training_learns_as_in_one_process(more: dict[str, Any], tmp_path: Path)
     keys = {**settings(tmp_path, train__steps=4), **more}
     opened_by(load_layout("tiny", keys).config)
     one = losses(0, {**keys, "parallel.pp": 1})
-    assert max(one) > 1.05 * min(one)
+    assert max(one) > 1.05 * min(one)  # it learns
     for found in run_ranks(losses, 4, {**keys, "parallel.pp": 2, "parallel.dp": 2}):
         assert found == pytest.approx(one, rel=1e-4)
