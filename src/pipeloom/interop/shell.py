@@ -65,7 +65,7 @@ Truth = bool | None
 """Of a condition; None: only a run would tell."""
 
 _Values = dict[str, str | list[str]]
-_Kept = dict[str, tuple[str | list[str] | None, str | None]]  # variable -> its value and doubt, to be restored
+_States = dict[str, tuple[str | list[str] | None, str | None]]  # variable -> its value and doubt, to be restored
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class _Script:
     blocks: list[_Block] = field(default_factory=list)
     spent: list[int] = field(default_factory=lambda: [0])
     nested: int = 0
-    kept: _Kept = field(default_factory=dict)  # variables outside the function, where it has its own
+    states: _States = field(default_factory=dict)  # variables outside the function, where it has its own
     at: int = 0
     begin: int = 0
     status: Truth = True  # of the list of commands so far
@@ -247,12 +247,12 @@ class _Script:
             elif inner and " " in inner[0]:
                 launchers = words[: words.index("-c") - 1] if "-c" in words else []
                 text = inner[0] if words[0] == "eval" else f"( {inner[0]}\n)"
-                for command in self._inside(text, runs, missing, self.kept):
+                for command in self._inside(text, runs, missing, self.states):
                     yield replace(command, words=(*launchers, *command.words))
             elif words[0] in _SHELLS and self.document:
                 self.values |= _slurm(self.document, self.values)
                 text = self.document.replace("\\$", "$")
-                yield from self._inside(f"( {text}\n)", runs, missing, self.kept)
+                yield from self._inside(f"( {text}\n)", runs, missing, self.states)
             elif words[0] in ("local", "unset"):
                 self._forget(words, runs)
             elif words[0] == "shift" and isinstance(items := self.values.get("@"), list):
@@ -267,38 +267,38 @@ class _Script:
         """Yield the commands of a function; its arguments, and the variables of its own, end with it."""
         self.called.add(words[0])
         given = self.prefix | ({} if {"$@", "${@}", "$*"} & {*words} else {"@": list(words[1:])})
-        kept = self._states(given)
+        states = self._states(given)
         self._restore({name: (value, None) for name, value in given.items()})
-        yield from self._inside(self.functions[words[0]], runs, missing, kept)
-        self._restore(kept)
+        yield from self._inside(self.functions[words[0]], runs, missing, states)
+        self._restore(states)
 
     def _forget(self, words: Sequence[str], runs: Truth) -> None:
         """Take over `unset`, and `local` without a value."""
-        names = [name for name in words[1:] if words[0] == "unset" or name not in self.kept]
+        names = [name for name in words[1:] if words[0] == "unset" or name not in self.states]
         if words[0] == "local":
-            self.kept |= self._states(names)
+            self.states |= self._states(names)
         for name in names if "-f" not in words else ():
             doubt = f"{name} is unset under a condition, which is not evaluated"
             self._restore({name: (None, None) if runs else (self.values.get(name), doubt)})
 
-    def _states(self, names: Iterable[str]) -> _Kept:
+    def _states(self, names: Iterable[str]) -> _States:
         return {name: (self.values.get(name), self.doubts.get(name)) for name in names}
 
-    def _restore(self, kept: _Kept) -> None:
+    def _restore(self, states: _States) -> None:
         tables: tuple[dict[str, Any], ...] = (self.values, self.doubts)
-        for name, states in kept.items():
-            for table, state in zip(tables, states, strict=True):
+        for name, both in states.items():
+            for table, state in zip(tables, both, strict=True):
                 table[name] = state
                 if state is None:
                     del table[name]
 
-    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...], kept: _Kept) -> Iterator[Command]:
+    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...], states: _States) -> Iterator[Command]:
         """Yield the commands of a text that is run at this place, as a function or by another shell."""
         self.spent[0] += len(text) + 1000
         if self.nested >= 50 or self.spent[0] > _LONGEST:
             return
         inner = _Script(text, self.values, self.doubts, self.functions, self.called, [_Block("", runs)], self.spent)
-        inner.nested, inner.kept = self.nested + 1, kept
+        inner.nested, inner.states = self.nested + 1, states
         for command in inner.commands():
             yield replace(command, unresolved=tuple(dict.fromkeys((*missing, *command.unresolved))))
 
@@ -349,7 +349,7 @@ class _Script:
     def _statement(self) -> tuple[list[str], bool, str]:
         """Return (the words of the next simple command, whether something is assigned, what ends it); keywords are taken over."""
         words, heredocs = list[str](), list[str]()
-        kept: _Kept = {}
+        states: _States = {}
         self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
         self.document = ""
         while self.at < len(self.text):
@@ -377,18 +377,18 @@ class _Script:
                     ends = match[1]
                     break
             elif assigns and (not words or words[0] in _DECLARES):
-                kept = self._states([assigns[1]]) | kept
+                states = self._states([assigns[1]]) | states
                 self._assign(assigns, local=words[:1] != [] and words[0] in _LOCALS and "-g" not in words)
             else:
-                if kept and not words:  # `X=1 command`: it is the command's alone
-                    self.prefix = {name: self.values[name] for name in kept if name in self.values}
-                    self._restore(kept)
-                    kept = {}
+                if states and not words:  # `X=1 command`: it is the command's alone
+                    self.prefix = {name: self.values[name] for name in states if name in self.values}
+                    self._restore(states)
+                    states = {}
                 plain = self.here not in "\"'$\\"
                 words += self._word()
                 if len(words) == 1 and plain and words[0] in _KEYWORDS:
                     self._keyword(words.pop())
-        return words, bool(kept), ends
+        return words, bool(states), ends
 
     def _blank(self) -> bool:
         """Pass what separates words; return whether there was any."""
@@ -476,8 +476,8 @@ class _Script:
         self.unsure, runs = bool(missing), self.runs
         if runs is False:
             return
-        if local and name not in self.kept:
-            self.kept |= self._states([name])
+        if local and name not in self.states:
+            self.states |= self._states([name])
         earlier = self.values.get(name)
         if adds and isinstance(earlier, list):
             value = [*earlier, *([value] if isinstance(value, str) else value)]
