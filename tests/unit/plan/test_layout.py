@@ -660,6 +660,16 @@ def test_a_block_is_recomputed_where_none_fits_by_its_estimate_alone():
     assert best.layout.recompute_layers == 1
 
 
+def test_estimates_of_other_sequences_or_capacities_are_not_shared():
+    requests = [request_of(16, 16, seq=seq, zero=(3,), recompute=("full",), fixed={"pp": 2}) for seq in (2048, 8192)]
+    requests.append(replace(requests[0], capacity=2.0))
+    one = planner("mixtral-8x7b", runtime="pipeloom")
+    for asked in requests:
+        known = list(_estimates(one, asked))
+        assert known == list(_estimates(planner("mixtral-8x7b", runtime="pipeloom"), asked))
+        assert min(each.seconds for each in known) < math.inf
+
+
 def test_nothing_is_recomputed_in_part_where_that_saves_no_bytes():
     """A stage of one block, whose recomputation needs as much as it frees."""
     asked = replace(PlanRequest.of("pipeloom", 32, 70 * 2**30, 32, 4096), slices=(1,), vocabulary=("last",))
