@@ -280,6 +280,10 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
         limits=_limits(options, shape),
         fixed={} if options.fixed is None else values_of(options.fixed, "--fixed"),
     )
+    if "recompute_layers" in request.fixed:
+        raise UsageError(
+            "--fixed: recompute_layers are as many as the memory needs; leave it out, or give it in --layout"
+        )
     _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole
         request = replace(request, fixed={"tp": 1, "cp": 1, "ep": 1} | dict(request.fixed))

@@ -36,7 +36,7 @@ OFFERED = {
 }
 _SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
-LONG = 1.01  # times the seconds: estimates are at most so much too long, but for few
+LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
 REPEATED = 4 / 3  # times the seconds of a step that recomputes nothing: at most those of one that recomputes all
 CORRECTIONS = 3  # times that the number of recomputed blocks is chosen: from an estimate, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
@@ -315,8 +315,9 @@ def _partial(
             blocks = -(-planner.shape.num_hidden_layers // (whole.pp * whole.v))
             saved = (bare.memory - full.memory) / blocks
             needed = max(1, count + math.ceil((peak - request.memory) / saved)) if saved > 0 else blocks
+            needed = min(needed, blocks - 1)  # what a block saves is the mean of stages that differ
             some = replace(whole, recompute_layers=needed)
-            if needed < blocks and some not in tried and request.allows(some):
+            if needed and some not in tried and request.allows(some):
                 near.append(estimator.estimate(some))
         predicted = list(_until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best))
         yield from predicted

@@ -633,6 +633,17 @@ def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
     assert not PlanRequest.of("torchtitan", 2, H100.memory, 64, 4096).partial
 
 
+@pytest.mark.parametrize(("gib", "blocks"), [(50, 2), (65, 0)])
+def test_no_other_number_of_chunks_is_faster(gib, blocks):
+    """Though estimates of uneven chunks are too long, and blocks of unlike stages save unlike bytes."""
+    asked, planned = PlanRequest.of("megatron", 4, gib * 2**30, 8, 4096, fixed={"tp": 1}), planner(runtime="megatron")
+    best = fastest(planned, asked)
+    for chunks in (1, 2, 3, 4, 8):
+        other = fastest(planned, replace(asked, fixed={"tp": 1, "v": chunks}))
+        assert other is None or other.step.total >= best.step.total
+    assert best.layout.recompute_layers == blocks  # of 3 in the largest chunks
+
+
 @pytest.mark.parametrize("gib", [26, 30])
 def test_a_higher_zero_level_recomputes_fewer_blocks(gib):
     """Though the lower one leaves room where all are recomputed, and the search has looked at no higher one there."""
