@@ -264,34 +264,36 @@ def of_each(block: Any, x: Any, sizes: Sequence[int]) -> Any:
 
 
 def measured_costs() -> tuple[SequenceTime, Costs]:
-    """Seconds of a sequence on 1/p of the model by its length, which the layers compute one by one, and the shares of F, I, W."""
+    """Seconds of a micro-batch on 1/p of the model by the lengths of its sequences, which the layers compute one by one, and the
+    shares of F, I and W."""
     import torch
 
     import layers as parts
 
+    torch.set_num_threads(1)
     model = torch.nn.Sequential(*(parts.Block() for _ in range(REAL_LAYERS // REAL_RANKS)))
     rows, shares = [], []
-    for length in (8, 16, 32, 64, 128, 256, 384, 512):
+    for count, length in product((1, 4), (8, 16, 32, 64, 128, 256)):
         spans = []
         for _ in range(9):
-            x = torch.randn(1, length, 256, requires_grad=True)
+            x = torch.randn(1, count * length, 256, requires_grad=True)
             begin = time.process_time()
             out = x
             for block in model:
-                out = of_each(block, out, [length])
+                out = of_each(block, out, [length] * count)
             forward = time.process_time()
             torch.autograd.grad(out.sum(), x, retain_graph=True)
             inner = time.process_time()
             out.sum().backward()  # type: ignore[no-untyped-call]
             spans.append((forward - begin, inner - forward, time.process_time() - inner))
         f, i, b = (median(each) for each in zip(*spans, strict=True))
-        rows.append((length, f + b))
+        rows.append((count, length, f + b))
         shares.append((f / (f + b), min(i, b) / (f + b)))
-    x = torch.tensor([[1.0, n, n * n] for n, _ in rows], dtype=torch.float64)
-    y = torch.tensor([seconds for _, seconds in rows], dtype=torch.float64)
-    fixed, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
+    x = torch.tensor([[1.0, k, k * n, k * n * n] for k, n, _ in rows], dtype=torch.float64)
+    y = torch.tensor([seconds for *_, seconds in rows], dtype=torch.float64)
+    fixed, each, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
     forward, inner = (median(each) for each in zip(*shares, strict=True))
-    return SequenceTime(0.0, linear, square, fixed), Costs(forward, inner, 1 - forward - inner)
+    return SequenceTime(fixed, linear, square, each), Costs(forward, inner, 1 - forward - inner)
 
 
 def single() -> int:
@@ -300,7 +302,6 @@ def single() -> int:
 
     import layers as parts
 
-    torch.set_num_threads(1)
     time_of, _ = measured_costs()
     model = torch.nn.Sequential(*(parts.Block() for _ in range(REAL_LAYERS // REAL_RANKS)))
     ratios, once = [], []
@@ -314,7 +315,7 @@ def single() -> int:
                 x = of_each(block, x, lengths)
             x.sum().backward()  # type: ignore[no-untyped-call]
             spans.append(time.process_time() - begin)
-        predicted = sum(map(time_of.of, lengths))
+        predicted = time_of.fixed + sum(map(time_of.of, lengths))
         ratios.append(predicted / median(spans))
         once.append((predicted - time_of.each * (len(lengths) - 1)) / median(spans))
     print(f"fitted: {time_of}")
