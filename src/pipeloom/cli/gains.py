@@ -63,9 +63,8 @@ class JobGain:
         whole = not (split or before.schedule.splits_backward)
         (best,) = refine(planner, [before], self.space.memory, seconds, whole)
         if best.searched is None:
-            return replace(
-                self, note=f"no order is faster than that of {before.layout.schedule}: {table} is not written"
-            )
+            note = f"no order is faster than that of {before.layout.schedule}: {table} is not written"
+            return replace(self, note=note)
         job = replace(job, layout=replace(job.layout, schedule=str(table)))
         return replace(self, ordered=Run(job, best))
 
@@ -79,8 +78,8 @@ class JobGain:
         best = self.best
         if best is not None and best.prediction.searched is not None:
             write_csv(best.prediction.searched, Path(best.job.layout.schedule))
-        if output is not None and self.best is not None:
-            text, losses = translated(self.best.job, self.best.job.system)
+        if output is not None and best is not None:
+            text, losses = translated(best.job, best.job.system)
             write(output, lambda: text)
             print("".join(f"{loss}\n" for loss in losses), end="", file=sys.stderr)
         planner, prediction = self.space.planner, self.now.prediction

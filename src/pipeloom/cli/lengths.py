@@ -13,6 +13,7 @@ from pipeloom.plan.step import SequenceTime, StepPlan, plan_step, simple_plans
 from pipeloom.schedule import Costs, Timeline
 
 _MOST_BYTES = 10_000_000
+_TIMES = "makespan: in the times of the costs (default: F, I and W of 1,000 tokens on 1/p of the model take 1 each)"
 
 
 def lengths_in(path: str) -> list[int]:
@@ -58,9 +59,7 @@ def as_dict(plans: list[tuple[str, StepPlan]]) -> dict[str, Any]:
 
 def drawn(plan: StepPlan) -> list[Timeline]:
     """Return the timelines of the replicas, named after them."""
-    return [
-        replace(each.timeline, label=f"replica {at}: {each.schedule.name}") for at, each in enumerate(plan.replicas)
-    ]
+    return [replace(run.timeline, label=f"replica {at}: {run.schedule.name}") for at, run in enumerate(plan.replicas)]
 
 
 def token_lines(plan: StepPlan, width: float) -> str:
@@ -73,9 +72,6 @@ def token_lines(plan: StepPlan, width: float) -> str:
             y += LINE
             sheet.text(SHEET_MARGIN, y, line)
     return svg_document((width, y + 14), title, svg_style(), sheet.out)
-
-
-_TIMES = "makespan: in the times of the costs (default: F, I and W of 1,000 tokens on 1/p of the model take 1 each)"
 
 
 def table(plans: list[tuple[str, StepPlan]]) -> list[str]:

@@ -282,7 +282,7 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
     )
     if "recompute_layers" in request.fixed:
         raise UsageError(
-            "--fixed: recompute_layers are as many as the memory needs; leave it out, or give it in --layout"
+            "--fixed: recompute_layers follows from the memory; leave it out, or predict one layout with --layout"
         )
     _require_limits("--fixed", request.fixed, request.limits)
     if options.costs is not None:  # layers are measured whole

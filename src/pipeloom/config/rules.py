@@ -50,7 +50,7 @@ planned | dualpipev | a step may have fewer micro-batches than it needs; set sch
 planned | sharded gradients | replicas run different micro-batches, and zero {zero} gathers in each; set parallel.zero = 1
 sampling | planned | the replicas divide every batch anew; nearest: "shuffle-then-split"
 planned | ep | replicas run different micro-batches, and parallel.ep {ep} exchanges tokens in each; set parallel.ep = 1
-planned | cp, sp | its micro-batches have any number of tokens, which nothing need divide; nearest: "equal"
+planned | cp, sp | its micro-batches have any number of tokens, which ranks cannot share evenly; nearest: "equal"
 planned | capacity_factor | a capacity would count choices over sequences of other lengths; set model.capacity_factor = 0
 planned | vocabulary | its schedules have one output layer; set parallel.vocabulary = "last"
 planned | compile | blocks would be compiled for each length; set train.compile = "none"

@@ -76,8 +76,7 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         unknown.append(f"the sizes of {name!s:.80} are not known here: give --model")
     replicas, dp = _size(parallel, "dp_replicate_size", 1), _size(parallel, "dp_size", 0)
     local = _size(batch, "local_batch_size", _size(pipeline, "pp_batch_size", 1))
-    given = parallel.get("activation_checkpointing", older.get("activation_checkpointing", False))
-    checkpointing = str(given).lower()
+    checkpointing = str(parallel.get("activation_checkpointing", older.get("activation_checkpointing", False))).lower()
     reshard = parallel.get("reshard_after_forward", older.get("reshard_after_forward"))
     if checkpointing == "selective":
         unknown.append("selective activation checkpointing keeps the outputs of chosen operations: it is read as none")

@@ -84,7 +84,7 @@ _HARMLESS = """
     apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32 bert-* beta-* bias-*
     calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-*
     deepspeed-activation-checkpointing dist-* distributed-* empty-unused-memory-level enable-experimental end-weight-decay
-    eod-* eval-* exit-* exit-on-missing-checkpoint finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
+    eod-* eval-* exit-* finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
     gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr lr-* manual-gc*
     merge-file min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
     moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion

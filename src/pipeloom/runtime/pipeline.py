@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeloom.deprecation import made_internal
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError, did_you_mean
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
@@ -121,14 +122,7 @@ class Pipeline:
     """
 
     if not TYPE_CHECKING:  # mypy reports unknown names, which a `__getattr__` would accept
-
-        def __getattr__(self, name: str) -> Any:
-            """Return what has become internal, with a warning."""
-            if name not in _INTERNAL:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r:.200}")
-            words = f"Pipeline.{name} is internal and goes in 0.4"
-            warnings.warn(words, DeprecationWarning, stacklevel=2)
-            return getattr(self, f"_{name}")
+        __getattr__ = made_internal("Pipeline", _INTERNAL, "0.4")
 
     def __init__(
         self,
@@ -799,8 +793,10 @@ class Pipeline:
 
     def _split(self, given: GivenBatch, count: int, whole: bool = False) -> Microbatches:
         """Return a batch cut into so many micro-batches, or those given; `whole`: of whole sequences, without targets."""
-        program = self._engines[0].programs.of_rank(self.rank, None if torch.is_grad_enabled() else count, whole)
-        order = program.order if self.mesh.ep.size > 1 else program.order_of_stages
+        order = 0
+        if self.mesh.dp.group is not None:
+            program = self._engines[0].programs.of_rank(self.rank, None if torch.is_grad_enabled() else count, whole)
+            order = program.orders[0 if self.mesh.ep.size > 1 else 1]
         total = partial(sum_over_replicas, mesh=self.mesh, device=self.device, alarm=self._alarm, order=order)
         weighing = Weighing(
             None if self._spec.weight is None else self._reported_weight,

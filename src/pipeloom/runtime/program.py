@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -204,24 +204,17 @@ class RankProgram:
         return tuple(at for at, each in enumerate(self.instructions) if each.queue == COMPUTE)
 
     @cached_property
-    def order(self) -> int:
-        """Return a number of 20 bits for the order of its actions."""
-        return _number_of(action for each in self.instructions for action in each.actions)
-
-    @cached_property
-    def order_of_stages(self) -> int:
-        """Return such a number for those on whole stages."""
-        actions = (action for each in self.instructions for action in each.actions)
-        return _number_of(action for action in actions if kind_of(action.kind).of_stage)
+    def orders(self) -> tuple[int, int]:
+        """Return numbers of 20 bits for the order of its actions, and for that of its actions on whole stages."""
+        actions = [action for each in self.instructions for action in each.actions]
+        of_stages = [action for action in actions if kind_of(action.kind).of_stage]
+        numbers = [crc32(" ".join(map(str, exchanges)).encode()) >> 12 for exchanges in (actions, of_stages)]
+        return numbers[0], numbers[1]
 
     @cached_property
     def has_queues(self) -> bool:
         """Return whether an instruction runs beside the computation, or waits for more than messages."""
         return self.has_signals or len(self.computation) < len(self.instructions)
-
-
-def _number_of(actions: Iterable[Action]) -> int:
-    return crc32(" ".join(map(str, actions)).encode()) >> 12
 
 
 def as_executed(schedule: Schedule, segmented: Collection[int]) -> Schedule:

@@ -368,6 +368,10 @@ def layer_name(source: LayerSource, index: int) -> str:
     return str(getattr(source, "name", index))
 
 
+LOOKED_UP = nn.Embedding, nn.EmbeddingBag
+"""Modules that look up rows of their weight and compute nothing with the others."""
+
+
 def layer_cost(source: LayerSource) -> float:
     """Return the layer's `cost`; of a module the number of its parameters that it computes with, and 1.
 
@@ -375,7 +379,7 @@ def layer_cost(source: LayerSource) -> float:
     """
     if not isinstance(source, nn.Module):
         return source.cost if isinstance(source, Layer) else 0.0
-    computing = [module for module in source.modules() if not isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    computing = [module for module in source.modules() if not isinstance(module, LOOKED_UP)]
     parameters = {parameter for module in computing for parameter in module.parameters(recurse=False)}
     return 0.0 if any(map(is_lazy, parameters)) else 1.0 + sum(parameter.numel() for parameter in parameters)
 

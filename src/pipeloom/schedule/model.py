@@ -12,13 +12,13 @@ u = m * slices.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
+from pipeloom.deprecation import made_internal
 from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import require_schedule
 from pipeloom.schedule.actions import (
@@ -116,14 +116,7 @@ class Schedule:
     slices: int = 1
 
     if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return what has become internal, with a warning."""
-            if name not in _MADE_INTERNAL:
-                raise AttributeError(f"'Schedule' object has no attribute {name!r:.200}")
-            words = f"Schedule.{name} is internal and goes in 0.3; Schedule.programs has the actions"
-            warnings.warn(words, DeprecationWarning, stacklevel=2)
-            return getattr(self, f"_{name}")
+        __getattr__ = made_internal("Schedule", _MADE_INTERNAL, "0.3; Schedule.programs has the actions")
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():

@@ -48,6 +48,13 @@ def test_one_layout_is_predicted(more, other):
         app(["plan", "--model", "llama3-8b", "--layout", "dp=8", *more], standalone_mode=False)
 
 
+def test_a_number_of_recomputed_blocks_is_not_fixed():
+    with pytest.raises(
+        UsageError, match=r"^--fixed: recompute_layers follows from the memory; leave it out, or predict one"
+    ):
+        app(["plan", "--model", "llama3-8b", "--devices", "8", "--fixed", "recompute_layers=2"], standalone_mode=False)
+
+
 def test_a_measured_step_scales_the_time(capsys):
     words = ("--model", "llama3-8b", "--layout", "tp=2,pp=2,dp=2,m=4", "--json")
     found = json.loads(run(capsys, *words, "--measured", "m=4:1234ms"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from pipeloom.models.hf.cut import Cut, cut
 from pipeloom.models.hf.library import RANGE, causal_model, read_config, transformers
 from pipeloom.models.hf.sizes import counted_shape, parameters_by_layer
 from pipeloom.models.layers import VocabularyRanks, hub_name
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.context import ContextParallel
+from pipeloom.runtime.stage_modules import LOOKED_UP
 from pipeloom.shapes.hub import count_with
 
 __all__ = ["RANGE", "ModelLayers", "hub_name", "layers"]
@@ -31,8 +30,8 @@ class ModelLayers(list[Layer]):
     def __init__(self, cut: Cut) -> None:
         shares = cut.share_names
         sizes = [*map(sum, parameters_by_layer(cut))]
-        tables = (module.weight for module in cut.model.modules() if isinstance(module, nn.Embedding))
-        sizes[0] = max(0, sizes[0] - sum(table.numel() for table in tables))  # rows of which are looked up
+        tables = (module.weight for module in cut.model.modules() if isinstance(module, LOOKED_UP))
+        sizes[0] = max(0, sizes[0] - sum(table.numel() for table in tables))
         super().__init__(
             Layer(name, cut.builder(name), spread=name in shares, cost=0 if shares else 1 + size)
             for name, size in zip(cut.layer_names, sizes, strict=True)
