@@ -790,7 +790,8 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     behind it twice, before its first backward and its last, as long as the p - r - 1 other micro-batches there do not fill.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v; zbv p; zb-h1 as many as 1F1B, and what r / k of them need for W. The last layer keeps one. With pairs
+    p + (p - 1 - 2 r) / v; zbv p, or what r + 1 of them need for W and half of those behind it save; zb-h1 as many as 1F1B, and
+    what r / k of them need for W, or one more where that is larger. The last layer keeps one. With pairs
     all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
     frees. A spread output layer keeps a forward more.
     """
@@ -819,15 +820,21 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         if rank is first and plain not in ("zbv", "zb-h1"):  # first to compute, and last
             hidden = rank.seconds * runtime.hides_state
             waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
-        for at in places if plain == "zb-h1" else places[:1]:  # earlier ranks keep no less
+        for at in places if plain in ("zbv", "zb-h1") else places[:1]:  # earlier ranks keep no less
             if plain == "interleaved":
                 alive = p + (p - 1 - 2 * at) / v
             else:
                 alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / slices)
             alive = min(m, alive + spread)
-            held = rank.saved * alive + rank.output + rank.extra / slices
+            held, extra = rank.saved * alive + rank.output, rank.extra / slices
             if plain == "zb-h1":
                 held += rank.pending * min(m - alive, at / slices)
+                extra = max(extra, (rank.pending - rank.saved) / slices)
+            elif plain == "zbv":
+                held -= max(0.0, rank.saved - rank.pending) * max(0.0, alive - (m + 1 + at) / 2)
+                late = rank.pending * max(0, at + min(1, m - p)) + rank.saved * min(m, p - at - 1) / 2
+                extra = max(extra, late / (1 + paired) - rank.saved * alive)
+            held += extra
             memory = max(memory, state + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
     alone = optimizer + planner.device.host

@@ -244,6 +244,18 @@ def test_no_step_is_shorter_than_its_work_and_half_of_what_else_is_estimated(tex
     assert exact > 0.999 * (rough.least + rough.seconds) / 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["pp=4,v=2,m=16,schedule=zbv", "pp=4,v=2,m=6,schedule=zbv", "pp=8,m=16,schedule=zb-h1", "pp=2,m=8,schedule=zb-h1"],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_waits_for_split_backwards_is_estimated(text, recompute):
+    """Of blocks that are recomputed it is more than what they save."""
+    planned = planner(runtime="pipeloom")
+    layout = parse_layout(f"dp=8,{text},zero=3,recompute={recompute}")
+    assert 0.93 < estimate(planned, layout).memory / planned.predict(layout).peak < CLOSE
+
+
 def test_work_of_pairs_is_without_what_they_hide():
     planned = planner("mixtral-8x7b", runtime="pipeloom")
     layout = parse_layout("dp=8,pp=2,ep=8,m=32,schedule=1f1b-overlap")
