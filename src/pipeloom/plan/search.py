@@ -229,7 +229,7 @@ class Space:
             yield from self.estimates(sizes)
 
     def estimates(self, sizes: PlannedLayout) -> Iterator[Estimate]:
-        """The same of the layouts with these sizes."""
+        """Those of the layouts with these sizes."""
         for recompute in self.request.recompute:
             yield from (each for each in self.of(sizes, recompute) if self.request.allows(each.layout))
 
@@ -683,7 +683,7 @@ class _Sums:
 
     @property
     def shares(self) -> bool:
-        """Whether the last layer is a rank's share of the output layer."""
+        """The last layer is a rank's share of the output layer."""
         return self.layers[-1].kind == "S"
 
     @cached_property
