@@ -78,6 +78,7 @@ def write(
         "parallel": {axis: getattr(layout, axis) for axis in ("pp", "dp", "tp", "cp", "zero", "ep")}
         | {"sp": layout.tp > 1, "ep_nodes": ep_nodes}
         | {"stages": layout_string(stages, ahead)}
+        | ({"ep_chunks": layout.ep_chunks} if layout.ep_chunks > 1 else {})
         | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})

@@ -495,6 +495,7 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                             layout = PlannedLayout(
                                 dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                                 seq=request.seq, recompute=recompute, capacity=request.capacity, etp=etp,
+                                ep_chunks=request.fixed.get("ep_chunks", 1),
                             )  # fmt: skip
                             if request.allows(layout, _SPREAD) and not problems(shape, layout):
                                 yield layout
@@ -702,7 +703,7 @@ class _Estimator:
         links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
         gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
         shares = layout.pp if layout.vocabulary == "pp" else 0
-        axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute
+        axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute, layout.ep_chunks
         key = (*axes, links, gathers, layout.slices, shares)
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
