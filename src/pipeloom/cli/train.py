@@ -190,8 +190,10 @@ def announce(layout: Layout) -> None:
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
         say(
-            f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} steps ({printable(reason)})"
-            + "; a checkpoint that is resumed keeps its own" * resumed
+            f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} "
+            f"step{'s' * (config.optimizer.warmup_steps != 1)} ({printable(reason)})"
+            + "; a checkpoint that is resumed keeps its own"
+            * resumed
         )
     if layout.code is not None:
         say(f"  the schedule is code: {config.schedule.name} from {printable(layout.code)}")
