@@ -189,11 +189,11 @@ def announce(layout: Layout) -> None:
     )
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
+        steps = config.optimizer.warmup_steps
+        after = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         say(
-            f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} "
-            f"step{'s' * (config.optimizer.warmup_steps != 1)} ({printable(reason)})"
-            + "; a checkpoint that is resumed keeps its own"
-            * resumed
+            f"  learning rate {config.optimizer.lr:g}{after} ({printable(reason)})"
+            + "; a checkpoint that is resumed keeps its own" * resumed
         )
     if layout.code is not None:
         say(f"  the schedule is code: {config.schedule.name} from {printable(layout.code)}")
