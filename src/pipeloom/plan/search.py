@@ -589,6 +589,7 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                         seq=request.seq, capacity=request.capacity, etp=etp, slices=slices, vocabulary=vocabulary,
+                        ep_chunks=request.fixed.get("ep_chunks", 1),
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout
@@ -756,7 +757,17 @@ class _Estimator:
         gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
         axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
-        key = (*axes, layout.recompute, layout.capacity, links.tp, links.cp, links.ep, *gathers)
+        key = (
+            *axes,
+            layout.recompute,
+            layout.capacity,
+            layout.ep_chunks,
+            links.tp,
+            links.cp,
+            links.ep,
+            links.inside,
+            *gathers,
+        )
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
         return key, self._sums[key]
