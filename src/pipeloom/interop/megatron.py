@@ -13,7 +13,8 @@ from fnmatch import fnmatch
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean, divisors, nearest
-from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.launchers import Command, flags_of
+from pipeloom.interop.shell import best_command
 from pipeloom.interop.torch_runtime import not_known
 from pipeloom.limits import MOST_LAYERS
 from pipeloom.plan.export import layout_string
@@ -121,9 +122,14 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
     Raises UsageError where it starts none, or for a bad value.
     """
     table = re.search(r"^MODEL_ARGS:.*", text, re.MULTILINE | re.DOTALL)
-    values, unknown = _values(_of_table(table[0]) if table else best_command(text, "megatron"))
+    values, unknown = _values(_of_table(table[0]) if table else best_command(text, "megatron", _known))
     described = _shape(values, unknown)
     return _job(values, described or shape, unknown)
+
+
+def _known(word: str) -> bool:
+    name = word[2:].partition("=")[0].replace("_", "-")
+    return word.startswith("--") and (name in _KINDS or name in _OLDER)
 
 
 def _of_table(text: str) -> Command:
