@@ -30,7 +30,7 @@ _LAUNCHERS = """
 """.split()  # noqa: SIM905
 _STARTS = ("torchrun", "deepspeed", "mpirun", "srun", "-m")  # behind what starts a container, whose flags do not matter
 
-Values = dict[str, str | dict[str, str]]
+Variables = dict[str, str | dict[str, str]]
 """Variable -> its text, or the elements of an array by their keys."""
 
 
@@ -88,7 +88,7 @@ class Command:
         return 0
 
 
-def slurm_variables(text: str, words: Sequence[str] = ()) -> Values:
+def slurm_variables(text: str, words: Sequence[str] = ()) -> Variables:
     """Return the variables that slurm sets for a script with these `#SBATCH` lines, and words of `sbatch` before them."""
     sizes = dict[str, str]()
     for line in (*re.findall(r"^#SBATCH[ \t]+(.*)$", text, re.MULTILINE), " ".join(words)):

@@ -71,7 +71,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
             grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
             use-rotary-position-embeddings checkpoint-activations use-checkpoint-args""",
-        list: "recompute-modules offload-modules cp-comm-type",
+        list: "recompute-modules offload-modules cp-comm-type rampup-batch-size",
     }.items()
     for name in names.split()
 }
@@ -285,6 +285,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     position = get("position-embedding-type") or "rope"
     unknown += [f"--position-embedding-type {position}: rope is read"] * (position not in ("rope", "learned_absolute"))
     unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
+    unknown += ["--rampup-batch-size: steps behind the ramp are read"] * bool(get("rampup-batch-size"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
     stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)
     offload = (get("offload-modules") or ()) if get("fine-grained-activation-offloading") else ()

@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.interop.launchers import Command, Values, slurm_variables
+from pipeloom.interop.launchers import Command, Variables, slurm_variables
 from pipeloom.interop.shell_syntax import Token, past, tokens_of
 
 _ASSIGNS = re.compile(r"([A-Za-z_]\w*)(?:\[([^]=]*)\])?(\+?)=")
@@ -81,10 +81,9 @@ def best_command(text: str, system: str, known: Callable[[str], bool]) -> Comman
         return best
     starts = [each for each in commands if {*_PASS_ON, "torchrun", "python"} & {*each.words}] or commands
     near = max(starts, key=lambda each: len(each.words), default=Command((), ()))
-    words = f", `{' '.join(near.words):.120}`" if near.words else ""
+    words = f"; nearest: `{' '.join(near.words):.120}`" if near.words else ""
     raise UsageError(
-        f"{system}: no command in this text has flags of it; give the script, or the line, that starts the run; "
-        f"nearest: {'the script that it starts' if words else 'a line with its flags'}{words}"
+        f"{system}: no command in this text has flags of it; give the script, or the line, that starts the run{words}"
     )
 
 
@@ -102,9 +101,9 @@ def _either(left: Truth, right: Truth) -> Truth:
 
 @dataclass
 class _Script:
-    """What is being read, the variables so far with what is not known of them, and the commands that were found."""
+    """Tokens that are being read, the variables so far with what is not known of them, and the commands that were found."""
 
-    values: Values
+    values: Variables
     doubts: dict[str, str]
     tokens: Sequence[Token] = ()
     at: int = 0
@@ -298,7 +297,7 @@ class _Script:
         return {"true": True, ":": True, "false": False}.get("".join(words[:1]))
 
     def _for_shell(
-        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Values, document: str
+        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Variables, document: str
     ) -> bool:
         """Run a command that runs others: a function, another shell, a script that this one wrote. Return whether it is one."""
         first, shell = PurePosixPath(words[0]).name, next((at for at, word in enumerate(words) if word in _SHELLS), -1)
@@ -338,7 +337,13 @@ class _Script:
         return True
 
     def _for_others(
-        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Values, document: str, outputs: list[str]
+        self,
+        words: list[str],
+        missing: tuple[str, ...],
+        runs: Truth,
+        prefix: Variables,
+        document: str,
+        outputs: list[str],
     ) -> None:
         """Take over what a command does to the script; others are found."""
         first = words[0]
@@ -529,11 +534,11 @@ class _Script:
             return [self._computed(piece)]
         if piece.startswith("$("):
             return [self._unknown(f"the output of a command, $({piece[2:-1]:.60})", piece)]
-        name = piece[2:-1] if piece.startswith("${") else piece[1:].replace("*", "@")
-        array = re.fullmatch(r"([A-Za-z_]\w*)\[@\]|(@)", name)
-        if array and isinstance(items := self.values.get(array[1] or array[2]), dict):
-            self._note(array[1] or array[2])
-            return list(items.values())
+        name = piece[2:-1] if piece.startswith("${") else piece[1:]
+        array = re.fullmatch(r"([A-Za-z_]\w*)\[([@*])\]|([@*])", name)
+        if array and isinstance(items := self.values.get(array[1] or "@"), dict):
+            self._note(array[1] or "@")
+            return [" ".join(items.values())] if "*" in name else list(items.values())
         return [self._variable(name, piece)]
 
     def _variable(self, text: str, piece: str) -> str:

@@ -12,6 +12,20 @@ _PLAIN = re.compile(r"[^\s;&|()<>\\'\"$`]+")
 _NAMED = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!_-])")
 _LITERAL = re.compile(r"\$'(?:[^'\\]|\\.)*'?", re.DOTALL)
 _ENDS = " \t\r\n;&|()<>"
+_FUNCTION = re.compile(r"\([ \t]*\)")
+_BEFORE = (
+    "if",
+    "then",
+    "elif",
+    "else",
+    "while",
+    "until",
+    "do",
+    "in",
+    "!",
+    "{",
+    "time",
+)  # keywords that commands follow
 _CLOSES = {"(": ")", "{": "}"}
 
 
@@ -72,6 +86,12 @@ def _word_end(text: str, at: int) -> int:
     return at
 
 
+def _is_text(tokens: list[Token], text: str, at: int) -> bool:
+    """Return whether a bracket begins a word: arithmetic, or behind a word, where a shell would refuse it."""
+    behind = tokens and tokens[-1].kind == "word" and tokens[-1].text not in _BEFORE
+    return text.startswith("((", at) or (text[at] == "(" and bool(behind) and _FUNCTION.match(text, at) is None)
+
+
 def tokens_of(text: str) -> list[Token]:
     """Return the tokens of a script."""
     tokens, documents, at, line = list[Token](), list[tuple[int, str]](), 0, 1
@@ -99,7 +119,7 @@ def tokens_of(text: str) -> list[Token]:
             tokens.append(
                 Token(word, "string" if match[1] == "<<<" else "document" if end == word else "literal", here)
             )
-        elif (match := _OPERATOR.match(text, at)) and not text.startswith("((", at):
+        elif (match := _OPERATOR.match(text, at)) and not _is_text(tokens, text, at):
             tokens.append(Token(took(match.end()), "operator", here))
             for place, end in documents if match[0] == "\n" else ():
                 ending = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(text, at)
@@ -108,5 +128,6 @@ def tokens_of(text: str) -> list[Token]:
                 took(ending.end() if ending else at)
             documents = documents if match[0] != "\n" else []
         else:
-            tokens.append(Token(took(max(at + 1, _word_end(text, at))), "word", here))
+            begin = _closed(text, at) if text[at] == "(" else at
+            tokens.append(Token(took(max(at + 1, _word_end(text, begin))), "word", here))
     return tokens

@@ -14,6 +14,7 @@ from pipeloom.interop.systems import read_job, translated
 from pipeloom.interop.torch_runtime import known_model
 from pipeloom.plan import load_model
 from pipeloom.plan.job import Job
+from pipeloom.plan.layout import PlannedLayout
 
 FOLDER = Path(__file__).parents[2] / "data/interop"
 SCRIPTS = sorted(FOLDER.iterdir())
@@ -293,3 +294,32 @@ def test_the_command_in_a_script_that_another_one_writes_and_submits_is_found(tm
     job = read_text(text + "sbatch -N 2 --ntasks-per-node=8 job.sh", tmp_path)
     assert job.layout.world == 16
     assert job.unknown == ()
+
+
+def test_a_bracket_that_a_shell_would_refuse_is_text(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("\n", " ")
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-layer-freq ([0]*2+[1]*30)"
+    shape = read_text(f"C='python pretrain_gpt.py {experts} {flags}'\neval $C", tmp_path).shape
+    assert shape is not None
+    assert shape.moe_layer_freq == (0, 0, *(1,) * 30)
+
+
+def test_the_words_of_a_function_reach_another_host(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("\n", " ")
+    on = 'on() (\n  host=$1; shift\n  ssh "$host" "torchrun --nproc-per-node 8 pretrain_gpt.py $*"\n)'
+    job = read_text(f'{on}\nset -- {flags}\non a "$@" &', tmp_path)
+    assert (job.layout.m, job.unknown) == (16, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("llama3-70b", ("--rotary-base 500000.0", "--norm-epsilon 1e-05")),
+        ("qwen3-30b-a3b", ("--rotary-base 1000000.0", "--moe-aux-loss-coeff 0.001")),
+        ("deepseek-v3", ("--moe-router-score-function sigmoid", "--norm-epsilon 1e-06")),
+    ],
+)
+def test_a_known_model_has_its_own_numbers_in_megatron_s_flags(name: str, flags: tuple[str, ...]) -> None:
+    text = translated(Job(load_model(name), PlannedLayout(dp=8)), "megatron")[0]
+    assert all(f"{flag} " in text for flag in flags)
+    assert "--moe-z-loss-coeff 0.001" not in text
