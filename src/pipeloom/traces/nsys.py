@@ -14,7 +14,7 @@ from pipeloom.traces.inferred import KernelLaunch, on_device
 
 RECORD_RANGES = (
     'with torch.cuda.nvtx.range(f"PP:{stage}F{microbatch}"): around each forward, and the same with B around each backward, '
-    "under `nsys profile --trace cuda,nvtx`"
+    "and let nsys trace cuda and nvtx"
 )
 """The line that gives an export the names of its actions, which kernels alone do not have."""
 

@@ -213,7 +213,7 @@ def test_an_export_whose_ranges_name_no_action_says_what_to_record(apart: bool, 
         with closing(sqlite3.connect(path)) as database:
             database.execute("UPDATE NVTX_EVENTS SET text = 'step', textId = NULL")
             database.commit()
-    with pytest.raises(UsageError, match=r"the name of an action.*torch.cuda.nvtx.range.*--trace cuda,nvtx"):
+    with pytest.raises(UsageError, match=r"the name of an action.*torch.cuda.nvtx.range.*trace cuda and nvtx"):
         load(tmp_path if apart else tmp_path / "0.sqlite")
 
 
