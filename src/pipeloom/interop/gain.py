@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from math import inf
+from operator import itemgetter
 from typing import Any
 
 from pipeloom.errors import UsageError
@@ -15,7 +17,7 @@ from pipeloom.interop.systems import SYSTEMS
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, steps
+from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, estimate, steps
 from pipeloom.shapes.ops import OFFLOADED
 
 RATIO_ERRORS = {"megatron": 0.023, "torchtitan": 0.032, "pipeloom": 0.024}
@@ -25,6 +27,7 @@ RUNTIME_OF = {"megatron": "megatron", "torchtitan": "torchtitan", "automodel": "
 """System -> whose tensors and kernels its runs have."""
 _STEP = 0.002  # share of a step that a change must gain to be followed: less is not worth a flag
 _MOST_STEPS = 12
+_SURE = 0.98  # share of the least ratio so far of predicted seconds to estimated ones, below which none is expected
 _AXES = ("dp", "tp", "cp", "pp", "ep")
 _PAIRED = ("delay_wgrad", "overlap_experts")
 
@@ -63,6 +66,7 @@ class Neighbourhood:
     memory: float
     axes: bool = True
     _known: dict[Any, Run | None] = field(default_factory=dict, init=False, repr=False)
+    _least: float = field(default=_SURE, init=False, repr=False)  # of the predicted seconds over the estimated ones
 
     @cached_property
     def _planners(self) -> dict[tuple[bool, bool], Planner]:
@@ -88,10 +92,7 @@ class Neighbourhood:
 
     def around(self, run: Run) -> list[Run]:
         """Return the runs one change away from `run` that the system takes, the fastest of those that fit first."""
-        return self._around(run, self.axes)
-
-    def _around(self, run: Run, axes: bool) -> list[Run]:
-        tried = map(self._taken, self._moves(run, axes))
+        tried = map(self._taken, self._moves(run, self.axes))
         runs = {(each.job.layout, each.job.options): each for each in tried if each and each.job != run.job}
         return sorted(runs.values(), key=self.rank)
 
@@ -104,11 +105,30 @@ class Neighbourhood:
 
     def _climbed(self, best: Run, *, axes: bool) -> Run:
         for _ in range(_MOST_STEPS):
-            near = self._around(best, axes)
-            if not near or not self._gains(near[0], best):
+            near = self._best_near(best, axes)
+            if not self._gains(near, best):
                 break
-            best = near[0]
+            best = near
         return best
+
+    def _best_near(self, run: Run, axes: bool) -> Run:
+        """Return the best of a run and those one change away, of which the ones with good estimates are predicted."""
+        best, fits = run, run.prediction.peak <= self.memory
+        moves = dict.fromkeys(map(_consistent, self._moves(run, axes)))
+        jobs = [each for each in moves if not (fits and _frees(each.layout, run.job.layout))]  # which takes time
+        for seconds, job in sorted(((self._estimated(job), job) for job in jobs), key=itemgetter(0)):
+            if fits and seconds * self._least > best.seconds:
+                break
+            if (other := self._taken(job)) is not None:
+                self._least = min(self._least, _SURE * other.seconds / seconds)
+                best = min(best, other, key=self.rank)
+        return best
+
+    def _estimated(self, job: Job) -> float:
+        """Return the estimated seconds of a job that a prediction may take; infinite where there is no estimate."""
+        with suppress(UsageError, ValueError, ArithmeticError):  # more stages than layers
+            return estimate(self.planner_of(job), job.layout).seconds
+        return inf
 
     def rank(self, run: Run) -> tuple[float, float]:
         """Return the order of runs: bytes that are too many, then seconds."""
@@ -119,11 +139,12 @@ class Neighbourhood:
         return excess < before or (excess == before and seconds < slower * (1 - _STEP))
 
     def _taken(self, job: Job) -> Run | None:
+        job = _consistent(job)
         key = job.layout, job.options
         if key not in self._known:
             self._known[key] = None
             with suppress(UsageError):
-                run = self.run(_consistent(job))
+                run = self.run(job)
                 if not SYSTEMS[job.system].refusals(run.job):
                     self._known[key] = run
         return self._known[key]
@@ -178,6 +199,12 @@ def _recomputed(layout: PlannedLayout, system: str) -> Iterator[tuple[str, int]]
     near = {layout.recompute_layers - 1, layout.recompute_layers + 1} if layout.recompute_layers else {most - 1}
     yield from (("full", count) for count in sorted(near | {1, 2, most // 4, most // 2}) if 0 < count < most)
     yield from ((_toggled(layout.recompute, (part,)), 0) for part in PART_MODULES)
+
+
+def _frees(layout: PlannedLayout, before: PlannedLayout) -> bool:
+    """Return whether more is recomputed or kept on the host than before."""
+    pairs = [(layout.offload, before.offload), (layout.recompute, before.recompute)]
+    return any(old != "full" and {*new.split("+")} - {*old.split("+"), "none"} for new, old in pairs)
 
 
 def _toggled(text: str, words: tuple[str, ...]) -> str:

@@ -13,7 +13,8 @@ from fnmatch import fnmatch
 from typing import Any
 
 from pipeloom.errors import UsageError, did_you_mean, divisors, nearest
-from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.launchers import Command, flags_of
+from pipeloom.interop.shell import best_command
 from pipeloom.interop.torch_runtime import not_known
 from pipeloom.limits import MOST_LAYERS
 from pipeloom.plan.export import layout_string
@@ -73,7 +74,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
             grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
             use-rotary-position-embeddings checkpoint-activations use-checkpoint-args""",
-        list: "recompute-modules offload-modules cp-comm-type",
+        list: "recompute-modules offload-modules cp-comm-type rampup-batch-size",
     }.items()
     for name in names.split()
 }
@@ -124,9 +125,14 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
     Raises UsageError where it starts none, or for a bad value.
     """
     table = re.search(r"^MODEL_ARGS:.*", text, re.MULTILINE | re.DOTALL)
-    values, unknown = _values(_of_table(table[0]) if table else best_command(text, "megatron"))
+    values, unknown = _values(_of_table(table[0]) if table else best_command(text, "megatron", _known))
     described = _shape(values, unknown)
     return _job(values, described or shape, unknown)
+
+
+def _known(word: str) -> bool:
+    name = word[2:].partition("=")[0].replace("_", "-")
+    return word.startswith("--") and (name in _KINDS or name in _OLDER)
 
 
 def _of_table(text: str) -> Command:
@@ -282,6 +288,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     position = get("position-embedding-type") or "rope"
     unknown += [f"--position-embedding-type {position}: rope is read"] * (position not in ("rope", "learned_absolute"))
     unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
+    unknown += ["--rampup-batch-size: steps behind the ramp are read"] * bool(get("rampup-batch-size"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
     stages, v = _stages(values, get("num-layers") or (shape.num_hidden_layers if shape else 0), pp)
     offload = (get("offload-modules") or ()) if get("fine-grained-activation-offloading") else ()

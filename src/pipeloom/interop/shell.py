@@ -1,39 +1,43 @@
 """The commands of a launch script, read without running anything.
 
-Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic, continued lines, functions, conditions on values that are known and the
-sizes of `#SBATCH` lines are resolved; what only a run would tell (a variable of the environment, the output of a command, a value
-set under another condition) is listed, and stays in the word as it was written.
+Variables, arrays, defaults (`${X:-4}`), `+=`, arithmetic, functions, subshells, pipelines, positional arguments (`set --`),
+documents that are scripts, conditions on values that are known and the sizes of `#SBATCH` lines are resolved; what only a run
+would tell (a variable of the environment, the output of a command, a value set under another condition) is listed, and stays in
+the word as it was written.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import reduce
-from itertools import pairwise
+from pathlib import PurePosixPath
 from typing import Any
 
 from pipeloom.errors import UsageError
+from pipeloom.interop.launchers import Command, Variables, slurm_variables
+from pipeloom.interop.shell_syntax import Token, past, tokens_of
 
-_ASSIGNS = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
-_BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+)(?:\[([@*]|\d+)\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
-_OPERATOR = re.compile(r"(?:\d*(?=[<>]))?(&&|\|\||;;|<<<|<<-?|&>>?|[<>]&|>>|[<>;&|()\n])")
-_FUNCTION = re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([\w-]+)\s*\{")
-_REDIRECTS = ("<<<", "&>", "&>>", "<&", ">&", ">>", "<", ">")
-_OPENS, _CLOSES = ("if", "while", "until", "for", "case", "select", "{"), ("fi", "done", "esac", "}")
-_KEYWORDS = (*_OPENS, *_CLOSES, "then", "else", "elif", "do", "!", "time")
-_LOCALS = ("declare", "local", "typeset")
-_DECLARES = ("export", "readonly", *_LOCALS)
+_ASSIGNS = re.compile(r"([A-Za-z_]\w*)(?:\[([^]=]*)\])?(\+?)=")
+_BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*])(?:\[(.*?)\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
+_UNQUOTED = re.compile(r"[^\\$`]*")
+_DECLARES = ("export", "readonly", "declare", "local", "typeset")
+_COMPOUND = {
+    "{": "group", "if": "branches", "case": "case", "while": "loop", "until": "loop", "for": "loop", "select": "loop",
+}  # fmt: skip
+"""Keyword -> the method that takes over what it begins."""
 _TESTS = ("[", "[[", "test", "((")
-_SHELLS = ("sbatch", "bash", "sh")
-_SILENT = (*_TESTS, *_DECLARES, "echo", "printf", "set", "shift", "unset")
-_ENDS = " \t\n;&|()<>"
+_SHELLS = ("sbatch", "bash", "sh", "zsh")
+_PASS_ON = ("srun", ".", "source", *_SHELLS)  # what runs a script that is named behind it
+_ELSEWHERE = ("ssh", "pdsh", "tmux", "screen", "su")  # what runs the text in its last word
+_READERS = {"read": -1, "mapfile": -1, "readarray": -1, "getopts": 2, "let": 1}
+"""Command that sets variables -> the first of its words that names one; -1: the last alone."""
+_SILENT = (*_TESTS, *_DECLARES, *_READERS, "echo", "printf", "set", "shift", "unset", "trap", "chmod", "cat", "tee")
+_ARGUMENTS = ("$@", "${@}", "$*", "${*}")
 _LONGEST = 4_000_000  # characters: a script of assignments that double a text, or of functions that call each other, ends in time
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv,
@@ -41,125 +45,46 @@ _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
     ast.NotEq: operator.ne,
 }  # fmt: skip
 _COMPARED = {"-eq": ast.Eq, "-ne": ast.NotEq, "-lt": ast.Lt, "-le": ast.LtE, "-gt": ast.Gt, "-ge": ast.GtE}
-# What says how many processes a launcher starts: of torchrun, DeepSpeed, mpirun and srun.
-_PROCESSES = (
-    ("nproc-per-node", "nnodes"), ("num-gpus", "num-nodes"), ("np",), ("ntasks",), ("ntasks-per-node", "nodes"),
-)  # fmt: skip
-# What a `#SBATCH` line says -> the variables in which slurm repeats it.
-_SLURM = {
-    "nodes": "SLURM_NNODES SLURM_JOB_NUM_NODES", "ntasks-per-node": "SLURM_NTASKS_PER_NODE",
-    "ntasks": "SLURM_NTASKS SLURM_NPROCS", "gpus-per-node": "SLURM_GPUS_PER_NODE SLURM_GPUS_ON_NODE",
-    "cpus-per-task": "SLURM_CPUS_PER_TASK",
-}  # fmt: skip
-_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "gres": "gpus-per-node"}
-
-# Flags of launchers that do not say how many processes there are.
-_LAUNCHERS = """
-    *-per-* allow-run-as-root bind-to container-* cpu* export hostfile job-name kill-on-bad-exit label local-addr local-rank*
-    log-dir logs-specs map-by master-* max-restarts mem* module monitor-interval mpi nnodes no-python node* np ntasks*
-    num-gpus num-nodes output partition rank rdzv-* redirects role run-path standalone start-method tee time use-env
-    virtual-local-rank wait
-""".split()  # noqa: SIM905
 
 Truth = bool | None
 """Of a condition; None: only a run would tell."""
 
-_Values = dict[str, str | list[str]]
-_States = dict[str, tuple[str | list[str] | None, str | None]]  # variable -> its value and doubt, to be restored
-
-
-@dataclass(frozen=True)
-class Command:
-    """A simple command.
-
-    Attributes:
-        words: with variables resolved.
-        unresolved: a sentence for each expansion in it that only a run would tell.
-        values: variable -> value where the command starts, its own assignments among them.
-    """
-
-    words: tuple[str, ...]
-    unresolved: tuple[str, ...]
-    values: Mapping[str, str | list[str]] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def program(self) -> int:
-        """Number of words before the program's own, so of launchers."""
-        for at, word in enumerate(self.words):
-            module = word == "-m" and not "".join(self.words[at + 1 : at + 2]).startswith("torch.distributed")
-            if module or word.endswith((".py", ".sh")):
-                return at + 1
-        for at, (before, word) in enumerate(pairwise(self.words), 1):
-            takes = before.startswith("-") and "=" not in before
-            if word[:1] == "$" and not takes and "torchrun" in self.words[:at]:
-                return at + 1
-        return 0
-
-    @property
-    def strange(self) -> list[str]:
-        """Flags of launchers that are not known."""
-        flags = [flag for flag, _ in flags_of(self.words[: self.program])]
-        return [flag for flag in flags if not any(fnmatchcase(flag.replace("_", "-"), known) for known in _LAUNCHERS)]
-
-    @property
-    def processes(self) -> int:
-        """Number of processes that the launchers start; 0: the text does not say it."""
-        launchers = self.words[: self.program] or self.words
-        given = dict[str, str]()
-        if "srun" in launchers and not {"torchrun", "-m"} & {*launchers}:
-            given = {key: str(self.values.get(names.split()[0], "")) for key, names in _SLURM.items()}
-        for word, value in pairwise([part for each in launchers for part in each.split("=", 1)]):
-            if word.startswith("-"):
-                name = word.lstrip("-").replace("_", "-")
-                given[_SHORT.get(name, name)] = value
-        given.setdefault("nnodes", "1")
-        for names in _PROCESSES:
-            counts = [given.get(name, "") for name in names]
-            if all(re.fullmatch(r"\d{1,7}", count) for count in counts):
-                return math.prod(map(int, counts))
-        return 0
+_States = dict[str, tuple[Any, str | None]]  # variable -> its value and doubt, to be restored
 
 
 def commands_of(text: str) -> list[Command]:
-    """Return the commands of a script, or of a command line, in their order."""
+    """Return the commands of a script, or of a command line, in their order. Raises UsageError for one nested too deeply."""
     text = text.replace("\r\n", "\n")
-    return list(_Script(text, _slurm(text, {})).commands())
+    script = _Script(slurm_variables(text) | {"@": {"1": "$@"}}, {"@": "the arguments of the script, $@"})
+    try:
+        script.inside(tokens_of(text), 0, True)
+        for name in [each for each in script.functions if each not in script.called]:
+            script.inside(*script.functions[name], None)  # another shell may call it
+    except RecursionError:
+        raise UsageError("the script has too many commands inside each other") from None
+    return script.found
 
 
-def _slurm(text: str, values: Mapping[str, str | list[str]]) -> dict[str, str | list[str]]:
-    """Return the variables that slurm sets for a script with these `#SBATCH` lines, which in a document name variables."""
-    sizes = dict[str, str]()
-    for written in re.findall(r"^#SBATCH[ \t]+(.*)$", text, re.MULTILINE):
-        line = re.sub(r"\$\{?(\w+)\}?", lambda name: str(values.get(name[1], name[0])), written)
-        for name, count in re.findall(r"--?([A-Za-z-]+)[ =]+(?:[A-Za-z]\w*:)*(\d{1,7})(?=\s|$)", line):
-            sizes[_SHORT.get(name, name)] = count
-    if "ntasks-per-node" in sizes:
-        sizes.setdefault("ntasks", str(int(sizes["ntasks-per-node"]) * int(sizes.get("nodes", "1"))))
-    return {name: sizes[key] for key, names in _SLURM.items() if key in sizes for name in names.split()}
+def best_command(text: str, system: str, known: Callable[[str], bool]) -> Command:
+    """Return the command of a script that starts the run: the one with the most flags that the system has.
 
+    Args:
+        known: whether a word is one of the system.
 
-def best_command(text: str, system: str) -> Command:
-    """Return the command of a script that starts the run: the one with the most flags. Raises UsageError where there is none."""
+    Raises UsageError where there is none.
+    """
     lines = re.sub(r"^[ \t]*#[^\n]*", "", text, flags=re.MULTILINE)
     commands = commands_of(lines.replace("\n", " ") if lines.lstrip().startswith("--") else text)
-    if not any(word.startswith("--") for command in commands for word in command.words):
-        raise UsageError(
-            f"{system}: no command in this text has flags; give the script, or the line, that starts the run"
-        )
-    return max(commands, key=lambda each: sum(word.startswith("--") for word in each.words))
 
-
-def flags_of(words: Sequence[str], ends: tuple[str, ...] = ()) -> Iterator[tuple[str, list[str]]]:
-    """Yield (flag without its `--`, its values) of a command; a word that begins with one of `ends` is no value."""
-    flag, given = "", list[str]()
-    for word in [*words, "--"]:
-        if not word.startswith(("--", *ends)):
-            given.append(word)
-            continue
-        if flag:
-            yield flag, given
-        flag, equals, value = word[2:].partition("=") if word.startswith("--") else ("", "", "")
-        given = [value] if equals else []
+    best = max(commands, key=lambda each: sum(map(known, each.words)), default=None)
+    if best is not None and any(map(known, best.words)):
+        return best
+    starts = [each for each in commands if {*_PASS_ON, "torchrun", "python"} & {*each.words}] or commands
+    near = max(starts, key=lambda each: len(each.words), default=Command((), ()))
+    words = f"; nearest: `{' '.join(near.words):.120}`" if near.words else ""
+    raise UsageError(
+        f"{system}: no command in this text has flags of it; give the script, or the line, that starts the run{words}"
+    )
 
 
 def _both(left: Truth, right: Truth) -> Truth:
@@ -175,108 +100,306 @@ def _either(left: Truth, right: Truth) -> Truth:
 
 
 @dataclass
-class _Block:
-    """A compound command that is being read.
-
-    Attributes:
-        runs: whether the part that is being read runs.
-        over: whether a part before it did.
-        subject: of `case`; None: only a run would tell.
-        waits: whether the pattern of a clause of `case` is next.
-        function: the name of a function, and where its body begins.
-        outer: variables outside a subshell, and what is not known of them.
-    """
-
-    word: str
-    runs: Truth = True
-    over: Truth = False
-    subject: str | None = None
-    waits: bool = False
-    function: tuple[str, int] | None = None
-    outer: tuple[_Values, dict[str, str]] | None = None
-
-
-@dataclass
 class _Script:
-    """A text that is read from its begin to its end, and the variables so far with what is not known of them."""
+    """Tokens that are being read, the variables so far with what is not known of them, and the commands that were found."""
 
-    text: str
-    values: _Values = field(default_factory=dict)
-    doubts: dict[str, str] = field(default_factory=dict)
-    functions: dict[str, str] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
-    blocks: list[_Block] = field(default_factory=list)
-    spent: list[int] = field(default_factory=lambda: [0])
-    nested: int = 0
-    states: _States = field(default_factory=dict)  # variables outside the function, where it has its own
+    values: Variables
+    doubts: dict[str, str]
+    tokens: Sequence[Token] = ()
     at: int = 0
-    begin: int = 0
-    status: Truth = True  # of the list of commands so far
-    joint: str = ""  # of the list with what follows: "&&", "||" or nothing
-    tested: bool = False  # whether a test says the status
-    bracket: bool = False  # whether a test in [[ ]] goes on
-    negative: bool = False
-    unsure: bool = False  # whether what is assigned is not known
-    document: str = ""  # what is given to the command that was read
-    missing: list[str] = field(default_factory=list)
-    prefix: _Values = field(default_factory=dict)  # variables of the command that is being read
+    functions: dict[str, tuple[Sequence[Token], int]] = field(default_factory=dict)  # where the body begins
+    files: dict[str, str] = field(default_factory=dict)  # that the script itself writes
+    called: set[str] = field(default_factory=set)
+    found: list[Command] = field(default_factory=list)
+    locals: _States = field(default_factory=dict)  # variables outside the function, where it has its own
+    missing: list[str] = field(default_factory=list)  # of the words that are being expanded
+    line: int = 0
+    spent: int = 0
+    nested: int = 0
+    tested: bool = False  # whether a test says the status of the last command
+    piped: str = ""  # what the part of a pipeline before this one writes
 
     @property
     def here(self) -> str:
-        return self.text[self.at : self.at + 1]
+        """Text of the next token; "": there is none."""
+        return self.tokens[self.at].text if self.at < len(self.tokens) else ""
 
-    @property
-    def runs(self) -> Truth:
-        """Truth of whether what is being read runs."""
-        status = True if self.status is None and not self.tested and self.joint == "&&" else self.status
-        chained = {"&&": status, "||": _negated(status)}.get(self.joint, True)
-        return reduce(_both, (block.runs for block in self.blocks), chained)
+    def _passed(self, *words: str) -> bool:
+        """Pass a token where it is one of these."""
+        passed = self.here in words and self.here != ""
+        self.at += passed
+        return passed
 
-    def commands(self) -> Iterator[Command]:
-        """Yield the commands, and take over what the script assigns."""
-        while self.at < len(self.text):
-            words, assigned, ends = self._statement()
-            runs, missing = self.runs, tuple(dict.fromkeys(self.missing))
-            inner = words[words.index("-c") + 1 :][:1] if "-c" in words and not words[0].startswith("python") else []
-            if words[:1] == ["eval"]:
-                inner = [" ".join(words[1:])]
-            if runs is False or not words:
+    def run(self, runs: Truth, *ends: str) -> Truth:
+        """Take over a list of commands up to one of `ends`, and return its status.
+
+        Args:
+            runs: whether it runs.
+        """
+        status: Truth = True
+        tested, joint = False, ""
+        while self.at < len(self.tokens):
+            if self._passed(";", "&", "\n"):
+                continue
+            if self.here in (*ends, ")", ";;", ";&", ";;&"):
+                break
+            known = True if status is None and not tested and joint == "&&" else status
+            result = self._pipeline(_both(runs, {"&&": known, "||": _negated(known)}.get(joint, True)))
+            tested = self.tested or (tested and joint != "")
+            status = {"&&": _both, "||": _either}.get(joint, lambda _, now: now)(status, result)
+            joint = "&&" if self._passed("&&") else "||" if self._passed("||") else ""
+        self.tested = tested
+        return status
+
+    def _pipeline(self, runs: Truth) -> Truth:
+        negated = False
+        while self.here in ("!", "time"):
+            negated ^= self._passed("!")
+            self._passed("time")
+        outer = (dict(self.values), dict(self.doubts)) if self.here in _COMPOUND else (self.values, self.doubts)
+        result = self._command(runs)
+        if self.here in ("|", "|&"):
+            result, (self.values, self.doubts) = None, outer
+        while self._passed("|", "|&"):
+            while self._passed("\n"):
                 pass
-            elif words[0] in self.functions:
-                yield from self._call(words, runs, missing)
-            elif inner and " " in inner[0]:
-                launchers = words[: words.index("-c") - 1] if "-c" in words else []
-                text = inner[0] if words[0] == "eval" else f"( {inner[0]}\n)"
-                for command in self._inside(text, runs, missing, self.states):
-                    yield replace(command, words=(*launchers, *command.words))
-            elif words[0] in _SHELLS and self.document:
-                self.values |= _slurm(self.document, self.values)
-                text = self.document.replace("\\$", "$")
-                yield from self._inside(f"( {text}\n)", runs, missing, self.states)
-            elif words[0] in ("local", "unset"):
-                self._forget(words, runs)
-            elif words[0] == "shift" and isinstance(items := self.values.get("@"), list):
-                self.values["@"] = items[int("".join(words[1:2]) or 1) if "".join(words[1:2]).isdigit() else 1 :]
-            elif words[0] not in _SILENT:
-                yield Command(tuple(words), missing, {**self.values, **self.prefix})
-            self._finish(words, assigned, ends)
-        for name in [] if self.nested else [name for name in self.functions if name not in self.called]:
-            yield from self._inside(self.functions[name], None, (), {})  # another shell may call it
+            with self._subshell():
+                self._command(runs)
+        self.piped = ""
+        return _negated(result) if negated else result
 
-    def _call(self, words: Sequence[str], runs: Truth, missing: tuple[str, ...]) -> Iterator[Command]:
-        """Yield the commands of a function; its arguments, and the variables of its own, end with it."""
-        self.called.add(words[0])
-        given = self.prefix | ({} if {"$@", "${@}", "$*"} & {*words} else {"@": list(words[1:])})
-        states = self._states(given)
-        self._restore({name: (value, None) for name, value in given.items()})
-        yield from self._inside(self.functions[words[0]], runs, missing, states)
-        self._restore(states)
+    @contextmanager
+    def _subshell(self) -> Iterator[None]:
+        outer = self.values, self.doubts, self.locals
+        self.values, self.doubts, self.locals = dict(self.values), dict(self.doubts), {}
+        self.spent += len(self.values)
+        try:
+            yield
+        finally:
+            self.values, self.doubts, self.locals = outer
+
+    def _command(self, runs: Truth) -> Truth:
+        """Take over one command, and return its status."""
+        word, begin, self.tested = self.here, self.at, False
+        result: Truth = None
+        if self._passed("function") or [each.text for each in self.tokens[begin + 1 : begin + 3]] == ["(", ")"]:
+            name, self.at = self.here, self.at + 1
+            self.at += 2 * (self.here == "(")
+            while self._passed("\n"):
+                pass
+            self.functions[name] = self.tokens, self.at
+            self._command(False)
+            return True
+        if word == "(":
+            self.at += 1
+            with self._subshell():
+                result = self.run(runs)
+            self._passed(")")
+        elif word in _COMPOUND:
+            self.at += 1
+            result = getattr(self, f"_{_COMPOUND[word]}")(runs, word)
+        else:
+            return self._simple(runs)
+        while self.at < len(self.tokens) and self.tokens[self.at].kind not in ("word", "operator"):
+            self.at += 1 + (self.tokens[self.at].kind == "redirect")
+        return result
+
+    def _group(self, runs: Truth, _: str) -> Truth:
+        result = self.run(runs, "}")
+        self._passed("}")
+        return result
+
+    def _branches(self, runs: Truth, _: str) -> None:
+        over: Truth = False
+        more = True
+        while more:
+            left = _both(runs, _negated(over))
+            last = self.tokens[self.at - 1].text == "else"
+            holds = True if last else self.run(left, "then", "fi")
+            self._passed("then")
+            self.run(_both(left, holds), "elif", "else", "fi")
+            over = _either(over, holds)
+            more = self._passed("elif", "else")
+        self._passed("fi")
+        self.tested = False
+
+    def _loop(self, runs: Truth, word: str) -> None:
+        goes: Truth = None
+        if word in ("while", "until"):
+            goes = self.run(runs, "do", "done")
+            goes = False if goes is (word == "until") else None
+        else:
+            self.doubts[self.here] = f"line {self.tokens[self.at - 1].line}: ${self.here} is that of a loop"
+            while self.here not in (";", "\n", "do", ""):
+                self.at += 1
+            while self._passed(";", "\n"):
+                pass
+        self._passed("do")
+        self.run(_both(runs, goes), "done")
+        self._passed("done")
+        self.tested = False
+
+    def _case(self, runs: Truth, _: str) -> None:
+        over: Truth = False
+        self.missing = []
+        subject, self.at = self.text(self.here), self.at + 1
+        unknown, end = bool(self.missing), len(self.tokens)
+        while self.at < end and not self._passed("esac"):
+            if self._passed("in", "\n", ";;", ";&", ";;&", "("):
+                continue
+            holds: Truth = False
+            while self.at < end and not self._passed(")"):
+                same = None if unknown or "$" in self.here else fnmatchcase(subject, self.here.strip("\"'"))
+                holds, self.at = _either(holds, same), self.at + 1
+                self._passed("|")
+            self.run(_both(_both(runs, _negated(over)), holds), "esac")
+            over = _either(over, holds)
+        self.tested = False
+
+    def _simple(self, runs: Truth) -> Truth:
+        raws, outputs, document = list[str](), list[str](), self.piped
+        self.missing, self.line = [], self.tokens[self.at].line
+        while self.at < len(self.tokens):
+            text, kind, _ = self.tokens[self.at]
+            if kind == "operator" and (raws[:1] != ["[["] or raws[-1] == "]]" or text == "\n"):
+                break
+            self.at += 1
+            if kind == "redirect" and raws[:1] != ["[["]:
+                outputs += [self.here] * (text in (">", ">>", ">|", "&>", "&>>"))
+                self.at += 1
+            elif kind in ("document", "literal", "string") and runs is not False:
+                string = kind == "string"
+                document = text if kind == "literal" else self.text(text) if string else self._quoted(text)
+            else:
+                raws.append(text)
+        self.at += not raws and not outputs and self.here not in ("\n", "")
+        if runs is False or not raws:
+            return None
+        count = next((at for at, raw in enumerate(raws) if not _ASSIGNS.match(raw)), len(raws))
+        states = self._states(match[1] for raw in raws[:count] if (match := _ASSIGNS.match(raw)))
+        unsure = any([self._assign(raw, runs) for raw in raws[:count]])
+        if count == len(raws):
+            return None if unsure else True
+        prefix = {name: self.values[name] for name in states if name in self.values}
+        self._restore(states if count else {})  # `X=1 command`: it is the command's alone
+        words = ["((", self._computed(raws[count])] if raws[count].startswith("((") else list[str]()
+        for raw in raws[count:] if not words else ():
+            if words and words[0] in _DECLARES and _ASSIGNS.match(raw):
+                self._assign(raw, runs, local=words[0] not in ("export", "readonly") and "-g" not in words)
+            else:
+                words += self.expand(raw, split=words[:1] != ["[["])
+        missing = tuple(dict.fromkeys(self.missing))
+        self.tested = words[:1] != [] and words[0] in _TESTS
+        if self.tested:
+            return None if missing else self._test(words)
+        if words and not self._for_shell(words, missing, runs, prefix, document):
+            self._for_others(words, missing, runs, prefix, document, outputs)
+        return {"true": True, ":": True, "false": False}.get("".join(words[:1]))
+
+    def _for_shell(
+        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Variables, document: str
+    ) -> bool:
+        """Run a command that runs others: a function, another shell, a script that this one wrote. Return whether it is one."""
+        first, shell = PurePosixPath(words[0]).name, next((at for at, word in enumerate(words) if word in _SHELLS), -1)
+        script = next((at for at, word in enumerate(words) if word.removeprefix("./") in self.files), -1)
+        option = next(
+            (at for at, word in enumerate(words) if at > shell >= 0 and re.fullmatch(r"-\w*c", word)), len(words)
+        )
+        launchers: Sequence[str] = ()
+        given = prefix
+        if words[0] in self.functions:
+            self.called.add(words[0])
+            given = prefix | {"@": _numbered(words[1:])}
+            states = self._states(given)
+            self._restore({name: (value, None) for name, value in given.items()})
+            if missing and {*_ARGUMENTS} & {*words}:
+                self.doubts["@"] = missing[0]
+            self.inside(*self.functions[words[0]], runs, (), missing, states)
+            self._restore(states)
+            return True
+        if first == "eval" or (first in _ELSEWHERE and " " in words[-1]):
+            self.inside(
+                tokens_of(" ".join(words[1:]) if first == "eval" else words[-1]), 0, runs, (), missing, self.locals
+            )
+            return True
+        if option + 1 < len(words):
+            text, launchers = words[option + 1], words[:shell]
+        elif script >= 0 and (script == 0 or {*words[:script]} & {*_PASS_ON}):
+            text, launchers = self.files[words[script].removeprefix("./")], words[:script] if first == "srun" else ()
+            given = prefix | {"@": _numbered(words[script + 1 :])}
+        elif shell >= 0 and document:
+            text = document
+        else:
+            return False
+        with self._subshell():
+            self.values |= given | slurm_variables(text, words[1:] if first == "sbatch" else ())
+            self.inside(tokens_of(text), 0, runs, launchers, missing)
+        return True
+
+    def _for_others(
+        self,
+        words: list[str],
+        missing: tuple[str, ...],
+        runs: Truth,
+        prefix: Variables,
+        document: str,
+        outputs: list[str],
+    ) -> None:
+        """Take over what a command does to the script; others are found."""
+        first = words[0]
+        if first in ("cat", "tee"):
+            self.piped = document
+            targets = [name for raw in outputs for name in self.expand(raw)] + words[1:] * (first == "tee")
+            self.files |= dict.fromkeys((name.removeprefix("./") for name in targets), document) if document else {}
+        elif first in ("local", "unset"):
+            self._forget(words, runs)
+        elif first == "shift" and isinstance(items := self.values.get("@"), dict):
+            number = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+            self.values["@"] = _numbered(list(items.values())[number:])
+        elif first == "set" and "--" in words:
+            doubt = missing[0] if missing else self.doubts.get("@") if {*_ARGUMENTS} & {*words} else None
+            self._restore({"@": (_numbered(words[words.index("--") + 1 :]), doubt)})
+        elif first in _READERS:
+            self._read(words, document)
+        elif first not in _SILENT:
+            values = {name: value for name, value in (self.values | prefix).items() if name != "@"}
+            self.found.append(Command(tuple(words), missing, values))
+
+    def inside(
+        self, tokens: Sequence[Token], at: int, runs: Truth, launchers: Sequence[str] = (), missing: Sequence[str] = (),
+        states: _States | None = None,
+    ) -> None:  # fmt: skip
+        """Run the command at a token, or another script, at this place."""
+        self.spent += 1000
+        if self.nested >= 50 or self.spent > _LONGEST:
+            return
+        begin, outer = len(self.found), (self.tokens, self.at, self.locals, self.piped)
+        self.tokens, self.at, self.locals, self.piped = tokens, at, {} if states is None else states, ""
+        self.nested += 1
+        if at:
+            self._command(runs)
+        while not at and self.at < len(tokens):
+            self.run(runs)
+            self.at += 1
+        self.nested -= 1
+        self.tokens, self.at, self.locals, self.piped = outer
+        for place, each in enumerate(self.found[begin:], begin):
+            doubts = tuple(dict.fromkeys((*missing, *each.unresolved)))
+            self.found[place] = replace(each, words=(*launchers, *each.words), unresolved=doubts)
+
+    def _read(self, words: Sequence[str], document: str) -> None:
+        """Take over a command that sets variables: `read` of a document, others as what only a run would tell."""
+        names = [word.partition("=")[0] for word in words[_READERS[words[0]] :] if re.match(r"[A-Za-z_]\w*", word)]
+        for name in names:
+            known = words[0] == "read" and document != ""
+            value = document.strip() if known else self.values.get(name)
+            self._restore({name: (value, None if known else f"line {self.line}: {name} is set by `{words[0]}`")})
 
     def _forget(self, words: Sequence[str], runs: Truth) -> None:
         """Take over `unset`, and `local` without a value."""
-        names = [name for name in words[1:] if words[0] == "unset" or name not in self.states]
+        names = [name for name in words[1:] if words[0] == "unset" or name not in self.locals]
         if words[0] == "local":
-            self.states |= self._states(names)
+            self.locals |= self._states(names)
         for name in names if "-f" not in words else ():
             doubt = f"{name} is unset under a condition, which is not evaluated"
             self._restore({name: (None, None) if runs else (self.values.get(name), doubt)})
@@ -292,222 +415,71 @@ class _Script:
                 if state is None:
                     del table[name]
 
-    def _inside(self, text: str, runs: Truth, missing: tuple[str, ...], states: _States) -> Iterator[Command]:
-        """Yield the commands of a text that is run at this place, as a function or by another shell."""
-        self.spent[0] += len(text) + 1000
-        if self.nested >= 50 or self.spent[0] > _LONGEST:
-            return
-        inner = _Script(text, self.values, self.doubts, self.functions, self.called, [_Block("", runs)], self.spent)
-        inner.nested, inner.states = self.nested + 1, states
-        for command in inner.commands():
-            yield replace(command, unresolved=tuple(dict.fromkeys((*missing, *command.unresolved))))
-
-    def _finish(self, words: list[str], assigned: bool, ends: str) -> None:
-        """Take over what a statement, and what ends it, say about those that follow."""
-        if not words and not assigned:
-            if ends not in ("\n", "("):
-                self.joint = ""
-        else:
-            tests = bool(words) and (words[0] in _TESTS or self.bracket)
-            result = self._test(words) if tests else {"true": True, ":": True, "false": False}.get(" ".join(words))
-            result = True if not words and not self.unsure else result
-            result = _negated(result) if self.negative else result
-            join = {"&&": _both, "||": _either}.get(self.joint)
-            self.status = join(self.status, result) if join else result
-            self.tested = tests or (self.tested and join is not None)
-            self.bracket = (self.bracket or words[:1] == ["[["]) and "]]" not in words
-            self.joint = ends if ends in ("&&", "||") else ""
-        block = self.blocks[-1] if self.blocks else None
-        if ends == "(":
-            self.blocks.append(_Block("(", self.runs, outer=(self.values, self.doubts)))
-            self.values, self.doubts = dict(self.values), dict(self.doubts)
-        elif ends == ")" and block and block.outer:
-            self.values, self.doubts = block.outer
-            self.blocks.pop()
-        elif ends == ";;" and block:
-            block.over, block.waits = _either(block.over, block.runs), block.word == "case"
-
     def _test(self, words: Sequence[str]) -> Truth:
         """Return what a test says."""
-        operands = [word for word in words if word not in ("[", "[[", "]", "]]", "((")]
-        operands = operands[words[0] == "test" :]
+        for sign, join in (("||", _either), ("&&", _both)):
+            if words[0] == "[[" and sign in words:
+                at = words.index(sign)
+                return join(self._test([*words[:at], "]]"]), self._test(["[[", *words[at + 1 :]]))
+        operands = [word for word in words[1:] if word not in ("]", "]]")]
         negative = operands[:1] == ["!"]
         operands = operands[negative:]
         result: Truth = None
         if len(operands) == 2 and operands[0] in ("-z", "-n"):
             result = (operands[1] == "") == (operands[0] == "-z")
         elif len(operands) == 1:
-            result = operands[0] != "0" if words[0] == "((" else operands[0] != "-n"
+            result = operands[0] not in (("0",) if words[0] == "((" else ("",))
         elif len(operands) == 3 and operands[1] in ("=", "==", "!="):
             left, sign, right = operands
-            same = fnmatchcase(left, right) if words[0] == "[[" or self.bracket else left == right
+            same = fnmatchcase(left, right) if words[0] == "[[" else left == right
             result = same != (sign == "!=")
         elif len(operands) == 3 and operands[1] in _COMPARED and operands[0].isdigit() and operands[2].isdigit():
             result = bool(_ARITHMETIC[_COMPARED[operands[1]]](int(operands[0]), int(operands[2])))
-        return None if self.missing else _negated(result) if negative else result
+        return _negated(result) if negative else result
 
-    def _statement(self) -> tuple[list[str], bool, str]:
-        """Return (the words of the next simple command, whether something is assigned, what ends it); keywords are taken over."""
-        words, heredocs = list[str](), list[str]()
-        states: _States = {}
-        self.missing, self.prefix, self.negative, self.unsure, ends = [], {}, False, False, ""
-        self.document = ""
-        while self.at < len(self.text):
-            if self._clause() or self._blank():
-                continue
-            assigns = _ASSIGNS.match(self.text, self.at)
-            if not words and (function := self._passed(_FUNCTION)):
-                self.blocks.append(_Block("{", False, function=(function[1] or function[2], self.at)))
-            elif not words and self.text.startswith("((", self.at):
-                self.begin = self.at
-                words = ["((", self._computed(self._nested("(", ")"))]
-            elif match := self._passed(_OPERATOR):
-                if match[1] in ("<<", "<<-"):
-                    self._blank()
-                    heredocs.append("".join(self._word()))
-                elif match[1] in _REDIRECTS:
-                    while self._blank():
-                        pass
-                    self._word()
-                    if words and words[0] == "[[":
-                        self.missing.append("an order of texts")
-                else:
-                    if match[1] == "\n":
-                        self._skip(heredocs)
-                    ends = match[1]
-                    break
-            elif assigns and (not words or words[0] in _DECLARES):
-                states = self._states([assigns[1]]) | states
-                self._assign(assigns, local=words[:1] != [] and words[0] in _LOCALS and "-g" not in words)
-            else:
-                if states and not words:  # `X=1 command`: it is the command's alone
-                    self.prefix = {name: self.values[name] for name in states if name in self.values}
-                    self._restore(states)
-                    states = {}
-                plain = self.here not in "\"'$\\"
-                words += self._word()
-                if len(words) == 1 and plain and words[0] in _KEYWORDS:
-                    self._keyword(words.pop())
-        return words, bool(states), ends
-
-    def _blank(self) -> bool:
-        """Pass what separates words; return whether there was any."""
-        return self._passed(r"(?:[ \t]|\\\n)+|#[^\n]*") is not None
-
-    def _passed(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
-        match = re.compile(pattern).match(self.text, self.at)
-        self.at = match.end() if match else self.at
-        return match
-
-    def _skip(self, heredocs: Sequence[str]) -> None:
-        for end in heredocs:
-            match = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
-            self.document = self.text[self.at : match.start() if match else None]
-            self.at = match.end() if match else len(self.text)
-
-    def _clause(self) -> bool:
-        """Pass the pattern of a clause of `case`, where one is next; return whether there was any."""
-        block = self.blocks[-1] if self.blocks else None
-        if block is None or not block.waits:
-            return False
-        self._passed(r"(?:\s|#[^\n]*\n)*\(?[ \t]*")
-        block.waits = False
-        if re.compile(r"esac\b").match(self.text, self.at):
-            return True
-        matches: Truth = False
-        for pattern in self._until(")").split("|"):
-            known = block.subject is not None and "$" not in pattern
-            same = fnmatchcase(block.subject or "", pattern.strip().strip("\"'")) if known else None
-            matches = _either(matches, same)
-        block.runs = _both(matches, _negated(block.over))
-        self.status, self.joint = True, ""
-        return True
-
-    def _keyword(self, word: str) -> None:
-        block = self.blocks[-1] if self.blocks else None
-        if word == "!":
-            self.negative = not self.negative
-        elif word == "case":
-            self._blank()
-            self.missing = []
-            subject = " ".join(self._word(split=False))
-            self.blocks.append(_Block(word, False, subject=None if self.missing else subject, waits=True))
-            self.missing = []
-            self._passed(r"\s*in\b")
-        elif word in ("for", "select"):
-            self._blank()
-            if name := _NAME.match(self.text, self.at):
-                self.doubts[name[0]] = f"line {self._line()}: ${name[0]} is that of a loop"
-            self._until(";", "\n")
-            self.blocks.append(_Block(word, None))
-        elif word in _OPENS:
-            self.blocks.append(_Block(word, self.runs if word == "{" else True))
-        elif block is None:
-            return
-        elif word == "then":
-            block.runs = _both(self.status, _negated(block.over))
-        elif word == "do" and block.word in ("while", "until"):
-            goes = self.status if block.word == "while" else _negated(self.status)
-            block.runs = None if goes else goes
-        elif word in ("elif", "else"):
-            block.over = _either(block.over, block.runs)
-            block.runs = _negated(block.over)
-        elif word in _CLOSES:
-            self.blocks.pop()
-            if block.function:
-                self.functions[block.function[0]] = self.text[block.function[1] : self.at - 1]
-        if word not in ("!", "time"):
-            self.status, self.joint, self.tested = True, "", False
-
-    def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
-
-    def _until(self, *ends: str) -> str:
-        """Return the text before the first of these ends, and pass both."""
-        stop = min((at for end in ends if (at := self.text.find(end, self.at)) >= 0), default=len(self.text))
-        inside, self.at = self.text[self.at : stop], stop + 1
-        return inside
-
-    def _assign(self, match: re.Match[str], *, local: bool) -> None:
-        name, adds, line, self.at = match[1], bool(match[2]), self._line(), match.end()
+    def _assign(self, raw: str, runs: Truth, *, local: bool = False) -> bool:
+        """Take over an assignment; return whether its value is not known."""
+        match = _ASSIGNS.match(raw)
+        assert match is not None
+        name, key, adds, text = match[1], match[2], bool(match[3]), raw[match.end() :]
         before, self.missing = self.missing, []
-        value = self._array() if self.here == "(" else " ".join(self._word(split=False))
+        value: Any = _array(self, text) if text.startswith("(") else self.text(text)
+        if key is not None:
+            value, adds = {self.text(key): value}, True
         missing, self.missing = self.missing, before
-        self.unsure, runs = bool(missing), self.runs
         if runs is False:
-            return
-        if local and name not in self.states:
-            self.states |= self._states([name])
+            return bool(missing)
+        if local and name not in self.locals:
+            self.locals |= self._states([name])
         earlier = self.values.get(name)
-        if adds and isinstance(earlier, list):
-            value = [*earlier, *([value] if isinstance(value, str) else value)]
+        if adds and isinstance(earlier, dict) and key is None:
+            added = value.values() if isinstance(value, dict) else [value]
+            value = earlier | {str(len(earlier) + at): item for at, item in enumerate(added)}
+        elif adds and isinstance(earlier, dict):
+            value = earlier | value
         elif adds and isinstance(earlier, str) and isinstance(value, str):
             value = earlier + value
-        self.spent[0] += len(value) + sum(map(len, value))
-        if self.spent[0] > _LONGEST:
-            missing.append(f"line {line}: {name} is longer than {_LONGEST:,} characters")
+        self.spent += len(value) + sum(map(len, value))
+        if self.spent > _LONGEST:
+            missing.append(f"line {self.line}: {name} is longer than {_LONGEST:,} characters")
             value = ""
         if runs is None:
-            self.doubts[name] = f"line {line}: {name} is set under a condition, which is not evaluated"
+            self.doubts[name] = f"line {self.line}: {name} is set under a condition, which is not evaluated"
         elif missing:
             self.doubts[name] = missing[0]
         elif not adds:
             self.doubts.pop(name, None)
         if runs or name not in self.values or adds:
             self.values[name] = value
+        return bool(missing)
 
-    def _array(self) -> str | list[str]:
-        items = list[str]()
-        self.at += 1
-        while self._passed(r"(?:[\s;&|(<>]|\\\n|#[^\n]*)*") and self.at < len(self.text) and self.here != ")":
-            items += self._word()
-        self.at += 1
-        return items
+    def text(self, raw: str) -> str:
+        """Return what a word becomes where it is not split."""
+        return " ".join(self.expand(raw, split=False))
 
-    def _word(self, ends: str = _ENDS, *, split: bool = True) -> list[str]:
+    def expand(self, raw: str, *, split: bool = True) -> list[str]:
         """Return the words that a word becomes: an array in quotes is one for each element, a text without quotes is split."""
-        fields: list[str] = []
-        joins = False
+        fields, joins, at = list[str](), False, 0
 
         def add(texts: list[str]) -> None:
             nonlocal joins
@@ -516,133 +488,131 @@ class _Script:
             fields.extend(texts[joins:])
             joins = bool(fields)
 
-        while self.at < len(self.text) and self.here not in ends:
-            if self.text.startswith("\\\n", self.at):
-                self.at += 2
-            elif self.here == "\\":
-                add([self.text[self.at + 1 : self.at + 2]])
-                self.at += 2
-            elif self.here == "'":
-                self.at += 1
-                add([self._until("'")])
-            elif self.here == '"':
-                for texts in list(self._quoted()) or [[""]]:
+        while at < len(raw):
+            begin, at = at, past(raw, at)
+            piece = raw[begin:at]
+            if piece[0] == "\\":
+                add([] if piece == "\\\n" else [piece[1:]])
+            elif piece.startswith(("'", "$'")):
+                add([piece.removeprefix("$")[1:].removesuffix("'")])
+            elif piece[0] == '"':
+                for texts in list(self._pieces(piece[1:].removesuffix('"'))) or [[""]]:
                     add(texts)
-            elif self.here in "$`":
-                text = " ".join(self._expansion())
+            elif piece[0] in "$`":
+                items = self._expansion(piece)
+                text = " ".join(items)
                 joins = joins and not (split and text[:1].isspace())
                 add(text.split() if split else [text])
                 joins = joins and not (split and text[-1:].isspace())
             else:
-                add([self._run(ends + "\\'\"$`")])
+                add([piece])
         return fields
 
-    def _run(self, ends: str) -> str:
-        match = re.compile(f"[^{re.escape(ends)}]+").match(self.text, self.at)
-        run = match[0] if match else self.here
-        self.at += len(run)
-        return run
-
-    def _quoted(self) -> Iterator[list[str]]:
-        self.at += 1
-        while self.at < len(self.text) and self.here != '"':
-            if self.here == "\\":
-                escaped = self.text[self.at : self.at + 2]
-                self.at += 2
-                yield ["" if escaped == "\\\n" else escaped[1:] if escaped[1:] in ('"', "$", "\\", "`") else escaped]
-            elif self.here in "$`":
-                yield self._expansion()
+    def _pieces(self, text: str) -> Iterator[list[str]]:
+        """Yield what the parts of a text in double quotes become."""
+        at = 0
+        while at < len(text):
+            begin = at
+            quotes = text.startswith(("$'", '$"'), at)  # which are no quotes inside others
+            at = past(text, at) if text[at] in "\\$`" and not quotes else _UNQUOTED.match(text, at + 1).end()  # type: ignore[union-attr]
+            piece = text[begin:at]
+            if piece[0] == "\\":
+                yield ["" if piece == "\\\n" else piece[1:] if piece[1:] in ('"', "$", "\\", "`") else piece]
             else:
-                yield [self._run('\\"$`')]
-        self.at += 1
+                yield self._expansion(piece) if piece[0] in "$`" and not quotes else [piece]
 
-    def _expansion(self) -> list[str]:
+    def _quoted(self, text: str) -> str:
+        return "".join(" ".join(texts) for texts in self._pieces(text))
+
+    def _expansion(self, piece: str) -> list[str]:
         """Return what stands for an expansion: a text, or the elements of an array."""
-        self.begin, sign, self.at = self.at, self.here, self.at + 1
-        if sign == "`":
-            return [self._unknown(f"the output of a command, $({(text := self._until('`')):.60})", f"$({text})")]
-        if self.here == "'":
-            self.at += 1
-            return [self._until("'")]
-        if self.here not in ("{", "("):
-            name = self._passed(_NAME)
-            if name and name[0] in "@*" and isinstance(items := self.values.get("@"), list):
-                return list(items)
-            return [self._variable(name[0]) if name else "$"]
-        text = self._nested(self.here, "}" if self.here == "{" else ")")
-        if text.startswith("(("):
-            return [self._computed(text)]
-        if text.startswith("("):
-            return [self._unknown(f"the output of a command, $({text[1:-1]:.60})")]
-        array = re.fullmatch(r"([A-Za-z_]\w*)\[@\]|(@)", text[1:-1])
-        if array and isinstance(items := self.values.get(array[1] or array[2]), list):
-            self._note(array[1] or array[2])
-            return list(items)
-        return [self._variable(text[1:-1])]
+        if piece[0] == "`":
+            piece = f"$({piece[1:].removesuffix('`')})"
+        if piece == "$":
+            return ["$"]
+        if piece.startswith("$(("):
+            return [self._computed(piece)]
+        if piece.startswith("$("):
+            return [self._unknown(f"the output of a command, $({piece[2:-1]:.60})", piece)]
+        name = piece[2:-1] if piece.startswith("${") else piece[1:]
+        array = re.fullmatch(r"([A-Za-z_]\w*)\[([@*])\]|([@*])", name)
+        if array and isinstance(items := self.values.get(array[1] or "@"), dict):
+            self._note(array[1] or "@")
+            return [" ".join(items.values())] if "*" in name else list(items.values())
+        return [self._variable(name, piece)]
 
-    def _nested(self, opening: str, closing: str) -> str:
-        begin, depth = self.at, 0
-        while self.at < len(self.text):
-            depth += (self.here == opening) - (self.here == closing)
-            self.at += 1
-            if not depth:
-                break
-        return self.text[begin : self.at]
-
-    def _variable(self, text: str) -> str:
+    def _variable(self, text: str, piece: str) -> str:
         match = _BRACED.fullmatch(text)
         given = self.values.get("@")
-        if text == "#":  # a script is read as if it had no arguments, which is what their defaults are for
-            return str(len(given or ()))
+        # A script is read as if it had no arguments, which is what their defaults are for.
+        known = [item for item in given.values() if item not in _ARGUMENTS] if isinstance(given, dict) else []
+        if text == "#":
+            return str(len(known))
         if match is None:
-            words = "the arguments of the script, $@" if text in ("@", "*") else f"${{{text:.60}}}"
-            return self._unknown(words)
+            return self._unknown(
+                f"${{{text:.60}}}" if piece.startswith("${") else f"{piece}, which the script does not set", piece
+            )
         counts, name, index, default, other = match.groups()
         value = self.values.get(name)
-        if name.isdigit() and isinstance(given, list):
-            value = "".join(given[int(name) - 1 : int(name)])
-        if isinstance(value, list):
+        if name.isdigit():
+            value = "".join(known[int(name) - 1 : int(name)]) or (None if "@" in self.doubts else "")
+        if isinstance(value, dict):
             if counts:
                 return str(len(value))
-            items = dict(enumerate(value))
-            value = " ".join(value) if index in ("@", "*") else items.get(int(index or 0))
+            every = index in ("@", "*") or name in "@*"
+            value = " ".join(value.values()) if every else value.get(self.text(index or "0"))
         if default and default[-1] == "+":
-            return self._text(other) if value else ""
+            return self.text(other) if value else ""
         if value is None or (default and default[0] == ":" and not value):
             if not default or default[-1] == "?":
-                return self._unknown(self.doubts.get(name) or f"${name}, which the script does not set")
-            value = self._text(other)
+                return self._unknown(self.doubts.get(name) or f"${name}, which the script does not set", piece)
+            value = self.text(other)
             if default[-1] == "=":
                 self.values[name] = value
             return value
         self._note(name)
         return str(len(value)) if counts else value
 
-    def _text(self, text: str) -> str:
-        """Return a text behind `:-` with its own expansions in their place."""
-        inner = _Script(text, self.values, self.doubts, self.functions, missing=self.missing)
-        return " ".join(inner._word("", split=False))
-
-    def _computed(self, text: str) -> str:
+    def _computed(self, piece: str) -> str:
+        """Return the number that `$((…))` stands for, or the text where it is not known."""
+        text = piece.removeprefix("$")[2:-2]
+        for name in re.findall(r"([A-Za-z_]\w*)\s*(?:[-+*/%]?=(?!=)|\+\+|--)", text):
+            self.doubts[name] = f"line {self.line}: {name} is set by arithmetic"
         try:
-            inside = self._text(text[2:-2])
+            inside = self._quoted(text).replace('"', "")
             if "$" not in inside:
-                inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0]), inside)
+                inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0], f"${name[0]}"), inside)
             if "$" in inside:  # the reason is listed
-                return self.text[self.begin : self.at]
+                return piece
             inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
             inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
             return str(_number(ast.parse(inside.strip(), mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return self._unknown(f"${text:.60}")
+        except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):
+            return self._unknown(f"{piece:.60}", piece)
 
     def _note(self, name: str) -> None:
         if name in self.doubts:
             self.missing.append(self.doubts[name])
 
-    def _unknown(self, words: str, text: str = "") -> str:
+    def _unknown(self, words: str, piece: str) -> str:
         self.missing.append(words)
-        return text or self.text[self.begin : self.at]
+        return piece
+
+
+def _numbered(words: Sequence[str]) -> dict[str, str]:
+    return {str(at): word for at, word in enumerate(words, 1)}
+
+
+def _array(script: _Script, text: str) -> dict[str, str]:
+    """Return the elements of an array that is written in brackets, by their keys."""
+    items = dict[str, str]()
+    for raw, kind, _ in tokens_of(text[1:].removesuffix(")")):
+        if kind != "word":
+            continue
+        key = re.match(r"\[([^]]*)\]=", raw)
+        for word in script.expand(raw[key.end() if key else 0 :], split=key is None):
+            items[script.text(key[1]) if key else str(len(items))] = word
+    return items
 
 
 def _number(node: ast.expr) -> int:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeloom.errors import UsageError
-from pipeloom.interop.shell import Command, best_command, flags_of
+from pipeloom.interop.launchers import Command, flags_of
+from pipeloom.interop.shell import best_command
 from pipeloom.interop.torch_runtime import (
     job_of,
     known_model,
@@ -72,7 +73,7 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         unknown.append("this is a TOML of before February 2026: torchtitan reads --module, --config and flags now")
         pairs = _of_toml(text)
     else:
-        command = best_command(text, "torchtitan")
+        command = best_command(text, "torchtitan", _known)
         unknown += [*command.unresolved, *(f"--{flag} is not known" for flag in command.strange)]
         pairs = list(_of_command(command))
     for key, value in pairs:
@@ -89,6 +90,12 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         )
     unknown += ["parameters on the host (enable_cpu_offload) are not read"] * bool(words["host"])
     return job_of("torchtitan", words, shape, unknown)
+
+
+def _known(word: str) -> bool:
+    section = word.removeprefix("--").partition(".")[0]
+    flag = word.startswith("--") and section in (*_SECTIONS, *_HARMLESS_SECTIONS.split(), "module", "config")
+    return flag or word.endswith("run_train.sh")
 
 
 def _of_toml(text: str) -> list[tuple[str, Any]]:

@@ -104,7 +104,7 @@ HUB_FAMILIES = {
         f"{_SPARSE} attention_bias",
     ),
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": replace(_DEEPSEEK, fixed={**_PLAIN, "router": "sigmoid"}),
     "gpt2": HubFamily(
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False}, keys="n_positions"
     ),
@@ -258,10 +258,13 @@ def from_config(values: Mapping[str, Any], name: str = "model", where: str = "")
             "topk_group": read.size("topk_group", groups, 1),
         }
         options.setdefault("shared_expert_gate", True)
+        if read.kind:  # transformers' one loss of routers
+            loss = typed(read.where, given, "router_aux_loss_coef", (int, float), "a number")
+            options |= {"aux_loss_coef": 0.001 if loss is None else loss, "z_loss_coef": 0.0}
     if rank := read.size("kv_lora_rank", 0):
         sizes |= {"kv_lora_rank": rank, "q_lora_rank": read.size("q_lora_rank", 0)}
         sizes |= {key: read.size(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")}
-    if router := typed(read.where, given, "router", str, "text") if not read.kind else None:
+    if router := typed(read.where, given, "router", str, "text"):
         sizes["router"] = router
     if window := read.size("sliding_window", 0) if read.kind in ("mistral", "mixtral") else 0:
         sizes["reach"] = (window,) * layers

@@ -187,9 +187,10 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
                 steps.append([_NamedEvent(start / 1e6, end / 1e6, action) for start, end, action in actions])
         rows += [_Row(rank, steps)] if steps else []
     if len(rows) < max(2, len(ranks)):
+        exports = any(map(nsys.is_export, path.iterdir() if path.is_dir() else [path]))
         raise UsageError(
             f"{path}: no event has the name of an action, such as 0F0, PP:3B2 or 0F5|3B1, and none can be inferred: {reason}. "
-            f"Add to the program that is traced: {RECORD_LINE}"
+            f"Add to the program that is traced: {nsys.RECORD_RANGES if exports else RECORD_LINE}"
         )
     return rows
 

@@ -12,6 +12,12 @@ from pipeloom.errors import UsageError
 from pipeloom.limits import open_file
 from pipeloom.traces.inferred import KernelLaunch, on_device
 
+RECORD_RANGES = (
+    'with torch.cuda.nvtx.range(f"PP:{stage}F{microbatch}"): around each forward, and the same with B around each backward, '
+    "and let nsys trace cuda and nvtx"
+)
+"""The line that gives an export the names of its actions, which kernels alone do not have."""
+
 _ERA = 10**15  # ns: times since the epoch do not fit into a float
 _HEAD = b"SQLite format 3\0"
 _TABLES = "NVTX_EVENTS StringIds CUPTI_ACTIVITY_KIND_KERNEL CUPTI_ACTIVITY_KIND_RUNTIME TARGET_INFO_SESSION_START_TIME"
@@ -45,7 +51,7 @@ def read_trace(path: Path) -> dict[str, Any]:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
             names = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
             if missing := [name for name in _TABLES.split() if name not in names]:
-                raise UsageError(f"{path} has no table {', '.join(missing)}: let nsys trace cuda and nvtx")
+                raise UsageError(f"{path} has no table {', '.join(missing)}; record: {RECORD_RANGES}")
             sessions, ranges, kernels = (database.execute(query).fetchall() for query in _QUERIES)
     except sqlite3.Error as error:
         raise UsageError(f"{path} is no export of Nsight Systems: {error}") from None

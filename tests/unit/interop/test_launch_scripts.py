@@ -14,6 +14,7 @@ from pipeloom.interop.systems import read_job, translated
 from pipeloom.interop.torch_runtime import known_model
 from pipeloom.plan import load_model
 from pipeloom.plan.job import Job
+from pipeloom.plan.layout import PlannedLayout
 
 FOLDER = Path(__file__).parents[2] / "data/interop"
 SCRIPTS = sorted(FOLDER.iterdir())
@@ -258,3 +259,67 @@ def test_converted_layers_of_torchtitan_are_listed(tmp_path: Path) -> None:
 )
 def test_tuned_versions_of_a_model_have_its_sizes(name: str, preset: str | None) -> None:
     assert known_model(name) == (None if preset is None else known_model(preset))
+
+
+@pytest.mark.parametrize(
+    ("script", "nearest"),
+    [
+        (
+            "# --num-layers 8\npip install --upgrade torch\nsbatch --nodes=4 pretrain_gpt.sh",
+            "sbatch --nodes=4 pretrain_gpt.sh",
+        ),
+        ("python pretrain_gpt.py model.tensor_model_parallel_size=4", "python pretrain_gpt.py model.tensor"),
+        ("docker run --gpus all --ipc=host megatron bash pretrain_gpt.sh", "docker run --gpus all"),
+    ],
+)
+def test_a_script_without_the_system_s_flags_names_the_nearest_command(
+    script: str, nearest: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PipeloomError, match="no command in this text has flags of it") as caught:
+        read_text(script, tmp_path)
+    assert nearest in str(caught.value)
+
+
+def test_flags_of_a_container_are_not_those_of_a_launcher(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("--world-size 8 ", "")
+    text = f"docker run --gpus all --shm-size 8g image torchrun --nproc-per-node 8 --odd 1 pretrain_gpt.py {flags}"
+    job = read_text(text.replace("\n", " "), tmp_path)
+    assert job.layout.world == 8
+    assert job.unknown == ("--odd is not known",)
+
+
+def test_the_command_in_a_script_that_another_one_writes_and_submits_is_found(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("--world-size 8 ", "").replace("\n", " ")
+    text = f"cat > job.sh <<'EOF'\nsrun -l python pretrain_gpt.py {flags} 2>&1 | tee -a log.txt\nEOF\n"
+    job = read_text(text + "sbatch -N 2 --ntasks-per-node=8 job.sh", tmp_path)
+    assert job.layout.world == 16
+    assert job.unknown == ()
+
+
+def test_a_bracket_that_a_shell_would_refuse_is_text(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("\n", " ")
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-layer-freq ([0]*2+[1]*30)"
+    shape = read_text(f"C='python pretrain_gpt.py {experts} {flags}'\neval $C", tmp_path).shape
+    assert shape is not None
+    assert shape.moe_layer_freq == (0, 0, *(1,) * 30)
+
+
+def test_the_words_of_a_function_reach_another_host(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip().replace("\n", " ")
+    on = 'on() (\n  host=$1; shift\n  ssh "$host" "torchrun --nproc-per-node 8 pretrain_gpt.py $*"\n)'
+    job = read_text(f'{on}\nset -- {flags}\non a "$@" &', tmp_path)
+    assert (job.layout.m, job.unknown) == (16, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("llama3-70b", ("--rotary-base 500000.0", "--norm-epsilon 1e-05")),
+        ("qwen3-30b-a3b", ("--rotary-base 1000000.0", "--moe-aux-loss-coeff 0.001")),
+        ("deepseek-v3", ("--moe-router-score-function sigmoid", "--norm-epsilon 1e-06")),
+    ],
+)
+def test_a_known_model_has_its_own_numbers_in_megatron_s_flags(name: str, flags: tuple[str, ...]) -> None:
+    text = translated(Job(load_model(name), PlannedLayout(dp=8)), "megatron")[0]
+    assert all(f"{flag} " in text for flag in flags)
+    assert "--moe-z-loss-coeff 0.001" not in text

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from pipeloom.errors import UsageError
 from pipeloom.interop.shell import commands_of
 
 CASES = {
@@ -79,17 +81,74 @@ if [ $PP = 2 ] && ([ $PP = 1 ]); then launch no; fi""",
 f() { launch $(( $1 + ${2:-5} )); }; f 7
 launch $(( ${GPUS_PER_NODE:-8} * 2 )) $((${#A[@]} * N)) $(( $((N + 1)) * "$N" ))
 if (( ${N:-1} > 3 )); then launch yes; fi""",
+    "functions that are subshells": """f() ( PP=4; launch $PP "$@" )
+PP=1
+function g
+{
+  launch g
+} 2> /dev/null
+f a; g; launch $PP""",
+    "pipelines": """X=1
+launch a | cat; launch b 2>&1 | cat | cat
+true | X=2; { X=3; launch $X; } |& cat; launch $X
+for i in 1; do launch z; done |
+  cat""",
+    "positional arguments": """set -euo pipefail
+set -- a 'b c' --tp 4
+launch "$@" $# $1 "$2"; shift 2
+set -- "$@" --pp 2
+launch "$@" $*
+set --; launch $# "$@" end""",
+    "scripts that the script writes": """X=5
+cat > job.sh <<EOF
+Y=3; launch $X \\$Y "\\$1" \\\\
+  --z 1
+EOF
+bash job.sh 7
+cat <<'EOF' > job.sh
+Y=$1; launch ${X:-0}$Y
+EOF
+chmod +x job.sh; export X
+./job.sh 9; rm job.sh
+launch ${Y:-none}""",
+    "documents in a pipeline": "X=2\ncat <<EOF | bash\nlaunch $X in\nEOF\nlaunch out",
+    "texts that are read": """X=2
+read -r -d '' C <<EOF
+launch $X \\\\
+ --y 2
+EOF
+bash -lc "$C"; read A <<< "7 8"; launch $A""",
+    "arrays with names": """declare -A M=([a]=3 [b]=4)
+M[c]=8; S=c; launch ${M[a]} ${M[$S]} ${#M[@]}
+A=(a b); A[1]=c; launch ${A[@]}""",
+    "joined tests": """A=1; B=
+if [[ -n $B || ! $A == 2 && $A == 1 ]]; then launch y; fi
+[ -n $B ] && launch yes; [[ -n $B ]] && launch no
+until [ $A -ge 1 ]; do launch no; done
+time launch a; ! launch b || launch c
+((A > 0)) && launch d""",
+    "quotes of other kinds": """launch $'a b' "it's" 'say "x"' a\\
+b x#y {a} 50% 2> >(cat)  # don't
+A=(1 # it's
+ 2); launch ${A[@]}
+if true; then
+cat > /dev/null <<-'EOF'
+	launch no 'x
+	EOF
+fi; launch z""",
     "windows line ends": "X=1\r\nlaunch $X \\\r\n  y\r\n",
 }
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="compares with bash")
 @pytest.mark.parametrize("name", CASES)
-def test_words_are_those_of_bash(name: str) -> None:
+def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     prelude = "launch() { printf '%s\\0' \"$@\"; printf '\\n\\0'; }\nexport -f launch\n"
     script = prelude + CASES[name].replace("\r\n", "\n")
     environment = {"PATH": os.environ["PATH"]}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, timeout=60)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     expected = [part.split("\0")[:-1] for part in done.stdout.split("\n\0")[:-1]]
     mine = [list(each.words[1:]) for each in commands_of(CASES[name]) if each.words[0] == "launch"]
@@ -124,6 +183,9 @@ def test_words_are_those_of_bash(name: str) -> None:
         ("P=4\n[ $A = 1 ] && unset P\nlaunch $P", "4", "P is unset under a condition, which is not evaluated"),
         ("A=$1\nA+=b\nlaunch $A", "$1b", "$1, which the script does not set"),
         ('main() { launch ${1:-4} $# "$@"; }\nmain "$@"', "$@", "the arguments of the script, $@"),
+        ("N=4\nread N\nlaunch $N", "4", "line 2: N is set by `read`"),
+        ("N=4\n((N *= 2))\nlaunch $N", "4", "line 2: N is set by arithmetic"),
+        ('set -- --tp 2 "$@"\nlaunch "$@"', "$@", "the arguments of the script, $@"),
         ("launch $@", "$@", "the arguments of the script, $@"),
         ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
@@ -152,12 +214,23 @@ def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -
         "launch ${A",
         "<<EOF",
         "$((",
+        "f() {",
+        "case x in a|",
+        "[[ a &&",
+        "| | ||",
+        "(" * 5 + ")" * 9,
+        "for",
         "X=$X$X\n" * 90,
         "(",
     ],
 )
 def test_a_broken_script_ends(text: str) -> None:
     commands_of(text)
+
+
+def test_commands_too_deep_in_each_other_are_refused() -> None:
+    with pytest.raises(UsageError, match="too many commands inside each other"):
+        commands_of("if " * 5000)
 
 
 def test_doubling_a_text_ends() -> None:

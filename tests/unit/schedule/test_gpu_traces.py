@@ -202,8 +202,19 @@ def test_an_export_without_a_rank_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("table", ["NVTX_EVENTS", "CUPTI_ACTIVITY_KIND_KERNEL", "TARGET_INFO_SESSION_START_TIME"])
 def test_missing_tables_are_named(table: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"has no table {table}: let nsys trace cuda and nvtx"):
+    with pytest.raises(UsageError, match=rf"has no table {table}; record: with torch.cuda.nvtx.range\("):
         load(export(tmp_path / "all.sqlite", TIMELINE, [0, 1, 2, 3], without=table))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_export_whose_ranges_name_no_action_says_what_to_record(apart: bool, tmp_path: Path) -> None:
+    for ranks in [[0], [1], [2], [3]] if apart else [[0, 1, 2, 3]]:
+        path = export(tmp_path / f"{ranks[0]}.sqlite", TIMELINE, ranks)
+        with closing(sqlite3.connect(path)) as database:
+            database.execute("UPDATE NVTX_EVENTS SET text = 'step', textId = NULL")
+            database.commit()
+    with pytest.raises(UsageError, match=r"the name of an action.*torch.cuda.nvtx.range.*trace cuda and nvtx"):
+        load(tmp_path if apart else tmp_path / "0.sqlite")
 
 
 def test_a_file_of_several_sessions_and_one_that_is_no_export_are_refused(tmp_path: Path) -> None:
