@@ -33,6 +33,7 @@ from pipeloom.plan.run import predicted
 from pipeloom.plan.search import (
     CLOSE,
     LONG,
+    OVERLAPPED,
     Estimate,
     LayoutPlan,
     Space,
@@ -308,27 +309,26 @@ def test_a_rank_that_works_more_than_the_others_holds_a_long_step_up(monkeypatch
     assert quick.step.total == pytest.approx(planner(runtime="pipeloom").predict(layout).step.total, rel=2e-3)
 
 
-def test_bounds_of_sizes_are_below_all_of_their_estimates():
-    """Seconds, and bytes of the mean rank: sizes that are not looked at have nothing that would be predicted."""
-    asked = request_of(
-        16, 32, runtime="pipeloom", zero=(1, 3), slices=(1, 4), vocabulary=("last", "pp"), fixed={"tp": 2}
-    )
+def test_bounds_are_below_all_estimates():
+    """Seconds, and bytes of the mean rank: what is not looked at has nothing that would be predicted."""
+    asked = request_of(16, 32, runtime="pipeloom", zero=(1, 3), slices=(1, 4), vocabulary=("last", "pp"))
     for model, ep in (("llama3-70b", 1), ("mixtral-8x7b", 2)):
         space = Space(planner(model, runtime="pipeloom"), replace(asked, fixed={"tp": 2, "ep": ep, "cp": 1}))
-        for sizes, seconds in space.bounds.items():
-            each = list(space.estimates(sizes))
+        assert len(space.bounds) > 100
+        assert {cut.schedule in OVERLAPPED for cut in space.bounds} == {False, ep > 1}
+        for cut, seconds in space.bounds.items():
+            each = [estimate for recompute in asked.recompute for estimate in space.of(cut, recompute)]
             assert seconds <= min(estimate.seconds for estimate in each)
-            assert space.least_bytes(sizes) <= min(estimate.memory for estimate in each)
-        assert len(space.bounds) > 20
+            assert space.least_bytes(cut) <= min(estimate.memory for estimate in each)
 
 
-def test_sizes_that_are_too_slow_or_too_large_are_not_looked_at_further():
+def test_what_is_too_slow_or_too_large_is_not_looked_at_further():
     """Nothing that was left out is faster, or fits."""
     asked = ours(64, 4096, fixed={"cp": 1}, slices=(1,), vocabulary=("last",), zero=(1, 3))
     planned = planner(runtime="pipeloom")
     plan = search(planned, asked)
     numbers, whole = plan.looked_at, list(Space(planned, asked).every())
-    assert 0 < numbers["too_slow"] < numbers["sizes"]
+    assert 0 < numbers["too_slow"] < numbers["layouts"]
     assert numbers["predicted"] < numbers["estimated"]
     assert plan.best.step.total <= min(each.seconds for each in whole if each.memory <= asked.memory) * LONG
     tight = search(planned, replace(asked, memory=0.25 * asked.memory)).looked_at
