@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, product
+from itertools import combinations, count, product
 from operator import add, sub
 from typing import Any
 
@@ -21,9 +21,16 @@ from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 from pipeloom.shapes.decoder import DecoderShape, context_problem
-from pipeloom.shapes.ops import LayerOps
+from pipeloom.shapes.ops import OFFLOADED, LayerOps
 
 RECOMPUTED = ("none", "norms+activation", "full")
+# Sets of modules whose inputs are copied; that of the attention's projection is its output, and leaves with its inputs alone.
+OFFLOADS = tuple(
+    "+".join(each)
+    for n in range(1, len(OFFLOADED) + 1)
+    for each in combinations(OFFLOADED, n)
+    if "attn_proj" not in each or "core_attn" in each
+)
 # Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
@@ -67,6 +74,7 @@ class PlanRequest:
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
         partial: whether only some blocks of a stage may be.
+        offload: sets of modules whose inputs may be copied to host memory, of layouts that recompute nothing.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
         vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` ranks of one or two
             chunks.
@@ -83,6 +91,7 @@ class PlanRequest:
     limits: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
     partial: bool = False
+    offload: tuple[str, ...] = ()
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
 
@@ -97,11 +106,18 @@ class PlanRequest:
             zero = (int(fields["fixed"]["zero"]),)
         fields |= {"partial": runtime != "torchtitan"}
         request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
-        if runtime != "megatron":  # these parts are Megatron's
-            request = replace(request, recompute=("none", "full"))
+        if runtime == "megatron":
+            fixed = request.fixed.get("offload")
+            return replace(request, offload=OFFLOADS if fixed is None else (fixed,) * (fixed != "none"))
+        request = replace(request, recompute=("none", "full"))  # other parts are Megatron's
         if runtime != "pipeloom":  # what other trainers do not do is not planned
             return request
         return replace(request, slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"))
+
+    @property
+    def forms(self) -> list[dict[str, str]]:
+        """The fields of `PlannedLayout` that say what a layout does not keep, with one set of what may be copied."""
+        return [{"recompute": each} for each in self.recompute] + [{"offload": each} for each in self.offload[:1]]
 
     def allows(self, layout: PlannedLayout, keys: Collection[str] | None = None) -> bool:
         """Return whether a layout has the values that are fixed, and those of the limits; `keys`: look at these alone."""
@@ -215,32 +231,52 @@ class Space:
     def is_too_large(self, cut: PlannedLayout) -> bool:
         return self.least_bytes(cut) > CLOSE * self.request.memory
 
-    def of(self, cut: PlannedLayout, recompute: str) -> Iterator[Estimate]:
+    def of(self, cut: PlannedLayout, form: Mapping[str, str]) -> Iterator[Estimate]:
         """Estimates with ZeRO levels: of a higher one where it is faster, or the lower one may not leave room."""
         best = Estimate(cut, math.inf, math.inf)  # of the lower levels
         for zero in self.request.zero[:1] if cut.dp * cut.cp == 1 else self.request.zero:
-            estimate = self.estimate(replace(cut, zero=zero, recompute=recompute))
+            estimate = self.estimate(replace(cut, zero=zero, **form))  # type: ignore[arg-type]
             if estimate.seconds < best.seconds or best.memory > ROOM * self.request.memory:
                 best = estimate
                 yield estimate
 
     def every(self) -> Iterator[Estimate]:
-        """The estimates of all layouts, but for blocks that are recomputed in part."""
-        for cut, recompute in product(self.bounds, self.request.recompute):
-            yield from filter(self.is_offered, self.of(cut, recompute))
+        """The estimates of all layouts, but for blocks that are recomputed in part, and other sets of what is copied."""
+        for cut, form in product(self.bounds, self.request.forms):
+            yield from filter(self.is_offered, self.of(cut, form))
 
     def is_offered(self, estimate: Estimate) -> bool:
         layout = estimate.layout
         return self.request.allows(layout) and _is_offered(self.planner, layout, layout.schedule, layout.v)
 
-    def recomputed(self, bare: Estimate) -> Iterator[Estimate | _Partial]:
-        """A layout that does not fit, with what may be recomputed so that it may."""
-        for recompute in self.request.recompute[self.request.recompute[0] == "none" :]:
+    def smaller(self, bare: Estimate) -> Iterator[Estimate | _Partial]:
+        """A layout that does not fit, with what may be recomputed or copied so that it may."""
+        for recompute in self.request.recompute:
             some = self.estimate(replace(bare.layout, recompute=recompute))
-            if self.is_close(some) and self.is_offered(some):
+            if some != bare and self.is_close(some) and self.is_offered(some):
                 yield some
                 if recompute == "full" and self.request.partial:
                     yield _Partial(self, bare, some)
+        if self.request.offload:
+            yield from filter(self.is_close, self._copied(bare))
+
+    def _copied(self, bare: Estimate) -> Iterator[Estimate]:
+        """The layout with the fewest bytes copied with which it may fit, should fit, and fits for certain."""
+        layers = self.planner.layers(bare.layout)
+        sizes = {
+            module: sum(layer.tensors.get(name, 0.0) for layer in layers for name in names)
+            for module, names in OFFLOADED.items()
+        }
+        totals = {each: sum(sizes[module] for module in each.split("+")) for each in self.request.offload}
+        most = max(totals, key=totals.__getitem__)
+        saved = bare.memory - self.estimate(replace(bare.layout, offload=most)).memory
+        chosen = dict[str, None]()
+        for limit in (CLOSE, 1.0, 1 / CLOSE) if saved > 0 else ():
+            needed = (bare.memory - limit * self.request.memory) / saved * totals[most]
+            chosen |= dict.fromkeys(
+                [min((each for each in totals if totals[each] >= needed), key=totals.__getitem__, default=most)]
+            )
+        yield from (self.estimate(replace(bare.layout, offload=each)) for each in chosen)
 
 
 @dataclass(frozen=True)
@@ -378,7 +414,7 @@ def _until_best(
         each = queue.pop()
         if isinstance(each, PlannedLayout):
             space.looked_at.append(each)
-            for estimate in () if space.is_too_large(each) else space.of(each, "none"):
+            for estimate in () if space.is_too_large(each) else space.of(each, {}):
                 queue.push(estimate.seconds, estimate)
             continue
         if isinstance(each, _Partial):
@@ -406,15 +442,15 @@ def _until_best(
                 other = partial[whole].corrected(prediction)
                 if other not in tried[whole] and len(tried[whole]) < CORRECTIONS:
                     queue.push(other.seconds, other)
-        if layout.recompute == "none" and not fits:
-            for changed in space.recomputed(each):
+        if (layout.recompute, layout.offload) == ("none", "none") and not fits:
+            for changed in space.smaller(each):
                 queue.push(changed.seconds, changed)
 
 
 def _smallest(space: Space) -> list[Estimate]:
     """The estimates of the least memory, of sizes that were discarded by their mean rank too."""
     cuts = sorted(space.bounds, key=space.least_bytes)[: 4 * SMALLEST]
-    estimates = [each for pair in product(cuts, space.request.recompute) for each in space.of(*pair)]
+    estimates = [each for pair in product(cuts, space.request.forms) for each in space.of(*pair)]
     return sorted(filter(space.is_offered, estimates), key=lambda each: each.memory)[:SMALLEST]
 
 
@@ -423,7 +459,7 @@ def _smaller(space: Space, known: Iterable[LayoutCosts]) -> Iterator[LayoutCosts
     least, rows = min(each.peak for each in known), 0
     # a spread output layer takes as long as the rest of the search
     cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < SMALLER * least]
-    estimates = [each for cut in cuts for each in space.of(cut, space.request.recompute[-1])]
+    estimates = [each for cut in cuts for each in space.of(cut, {"recompute": space.request.recompute[-1]})]
     for each in sorted(filter(space.is_offered, estimates), key=lambda each: each.seconds):
         if rows < SMALLER_ROWS and each.memory < SMALLER * least:
             for prediction in _predictions(space.planner, [each]):
@@ -491,7 +527,8 @@ def neighbouring(
     error = best.step.total / estimate(planner, best.layout).seconds
     for change, layout in steps(best.layout, request):
         if (
-            not request.allows(layout, request.limits)
+            layout == best.layout
+            or not request.allows(layout, request.limits)
             or problems(planner.shape, layout)
             or not _is_offered(planner, layout, layout.schedule, layout.v)
         ):
@@ -531,8 +568,8 @@ def steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, Pl
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in (each for each in request.recompute if each != layout.recompute or layout.recompute_layers):
-        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0)
+    for recompute in request.recompute:
+        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0, offload="none")
     if layout.vocabulary == "pp":
         yield "vocabulary last", replace(layout, vocabulary="last")
     for slices in request.slices if layout.pp > 1 else ():
@@ -740,7 +777,7 @@ class _Estimator:
         gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
         axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
-        key = (*axes, layout.recompute, layout.capacity, links.tp, links.cp, links.ep, *gathers)
+        key = (*axes, layout.recompute, layout.offload, layout.capacity, links.tp, links.cp, links.ep, *gathers)
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
         return key, self._sums[key]

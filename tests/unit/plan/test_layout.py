@@ -33,6 +33,7 @@ from pipeloom.plan.run import predicted
 from pipeloom.plan.search import (
     CLOSE,
     LONG,
+    OFFLOADS,
     OVERLAPPED,
     Estimate,
     LayoutPlan,
@@ -317,7 +318,7 @@ def test_bounds_are_below_all_estimates():
         assert len(space.bounds) > 100
         assert {cut.schedule in OVERLAPPED for cut in space.bounds} == {False, ep > 1}
         for cut, seconds in space.bounds.items():
-            each = [estimate for recompute in asked.recompute for estimate in space.of(cut, recompute)]
+            each = [estimate for form in asked.forms for estimate in space.of(cut, form)]
             assert seconds <= min(estimate.seconds for estimate in each)
             assert space.least_bytes(cut) <= min(estimate.memory for estimate in each)
 
@@ -650,7 +651,7 @@ def test_a_dry_run_of_the_written_file_recomputes_the_same_blocks(text, tmp_path
 
 @pytest.mark.parametrize("runtime", ["pipeloom", "megatron"])
 def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
-    asked = replace(PlanRequest.of(runtime, 2, H100.memory, 64, 4096), recompute=("none", "full"))
+    asked = replace(PlanRequest.of(runtime, 2, H100.memory, 64, 4096), recompute=("none", "full"), offload=())
     planned = planner(runtime=runtime)
     best = search(planned, asked).best
     assert best.layout.recompute == "full"
@@ -673,6 +674,37 @@ def test_no_other_number_of_chunks_is_faster(gib, blocks):
         other = fastest(planned, replace(asked, fixed={"tp": 1, "v": chunks}))
         assert other is None or other.step.total >= best.step.total
     assert best.layout.recompute_layers == blocks  # of 3 in the largest chunks
+
+
+def copied():
+    """A question in which Megatron's copies to host memory are faster than recomputation."""
+    return PlanRequest.of(
+        "megatron", 16, 0.9 * H100.memory, 32, 4096, fixed={"tp": 1, "pp": 2, "v": 8, "micro_batch": 1}
+    )
+
+
+def test_no_other_set_of_copied_modules_is_faster():
+    asked, planned = copied(), planner("mixtral-8x7b")
+    best = fastest(planned, asked)
+    assert best.layout.offload != "none"
+    others = [planned.predict(replace(best.layout, offload=modules)) for modules in ("none", *OFFLOADS)]
+    assert best.step.total <= min(each.step.total for each in others if each.peak <= asked.memory)
+    assert min(each.peak for each in others) <= asked.memory < max(each.peak for each in others)
+    without = fastest(planned, replace(asked, offload=()))
+    assert without.layout.recompute != "none"
+    assert best.tokens > 1.05 * without.tokens
+
+
+def test_what_is_copied_can_be_fixed_and_only_megatron_copies_it():
+    asked, planned = copied(), planner("mixtral-8x7b")
+    for modules in ("none", OFFLOADS[-1]):
+        fixed = PlanRequest.of("megatron", 16, H100.memory, 32, 4096, fixed={**asked.fixed, "offload": modules})
+        assert {each.layout.offload for each in search(planned, fixed).predictions} == {modules}
+    assert not PlanRequest.of("pipeloom", 16, H100.memory, 32, 4096).offload
+    prediction = planned.predict(parse_layout("pp=2,m=4,offload=core_attn"))
+    assert "--offload-modules core_attn" in written(prediction, planned, "megatron")[0]
+    with pytest.raises(UsageError, match="offload=core_attn is not there; nearest: offload=none"):
+        written(prediction, planned, "pipeloom")
 
 
 @pytest.mark.parametrize("gib", [26, 30])
