@@ -158,5 +158,6 @@ def written(
             *[f"{adapters}: they are not written; {to} would train all weights"] * (adapters is not None),
         ]
     foreign = ["adapters without a Hugging Face directory are not there"] * (adapters is not None and not source)
+    foreign += [f"offload={layout.offload} is not there; nearest: offload=none"] * (layout.offload != "none")
     _require(to, [*pipeloom.refusals(job, source), *foreign])
     return pipeloom.write(job, source, table, data, prediction.ep_nodes, prediction.step.total, adapters), []

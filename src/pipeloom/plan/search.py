@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import count, product
+from itertools import combinations, count, product
 from operator import add, sub
 from typing import Any
 
@@ -21,9 +21,16 @@ from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
 from pipeloom.plan.time import AxisRates, gathers_by_microbatch
 from pipeloom.schedule.placement import named
 from pipeloom.shapes.decoder import DecoderShape, context_problem
-from pipeloom.shapes.ops import LayerOps
+from pipeloom.shapes.ops import OFFLOADED, LayerOps
 
 RECOMPUTED = ("none", "norms+activation", "full")
+# Sets of modules whose inputs are copied; that of the attention's projection is its output, and leaves with its inputs alone.
+OFFLOADS = tuple(
+    "+".join(each)
+    for n in range(1, len(OFFLOADED) + 1)
+    for each in combinations(OFFLOADED, n)
+    if "attn_proj" not in each or "core_attn" in each
+)
 # Families whose pairs hide the exchange with experts on other ranks, and the same ones without pairs.
 OVERLAPPED = {"1f1b-overlap": "1f1b", "interleaved-overlap": "interleaved", "dualpipev": "zbv"}
 BACK_AND_FORTH = ("zbv", "dualpipev")
@@ -44,7 +51,6 @@ CORRECTIONS = 3  # times that the number of recomputed blocks is chosen: from an
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
-SLOWEST = 2  # times the seconds of the fastest layout: of those that need less memory
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
@@ -68,6 +74,7 @@ class PlanRequest:
         limits: as `fixed`, values that the model's layers require (`limits_of_source`).
         recompute: what may be recomputed.
         partial: whether only some blocks of a stage may be.
+        offload: sets of modules whose inputs may be copied to host memory, of layouts that recompute nothing.
         slices: numbers of slices of a sequence that may be used, with schedules of one chunk.
         vocabulary: where the output layer may be: on the last rank, or spread over at most `MOST_SHARES` ranks of one or two
             chunks.
@@ -84,6 +91,7 @@ class PlanRequest:
     limits: Mapping[str, Any] = field(default_factory=dict)
     recompute: tuple[str, ...] = RECOMPUTED
     partial: bool = False
+    offload: tuple[str, ...] = ()
     slices: tuple[int, ...] = (1,)
     vocabulary: tuple[str, ...] = ("last",)
 
@@ -98,11 +106,18 @@ class PlanRequest:
             zero = (int(fields["fixed"]["zero"]),)
         fields |= {"partial": runtime != "torchtitan"}
         request = cls(devices, memory, sequences, seq, OFFERED[runtime], zero, **fields)
-        if runtime != "megatron":  # these parts are Megatron's
-            request = replace(request, recompute=("none", "full"))
+        if runtime == "megatron":
+            fixed = request.fixed.get("offload")
+            return replace(request, offload=OFFLOADS if fixed is None else (fixed,) * (fixed != "none"))
+        request = replace(request, recompute=("none", "full"))  # other parts are Megatron's
         if runtime != "pipeloom":  # what other trainers do not do is not planned
             return request
         return replace(request, slices=(1, 2, 4, 8, 16, 32), vocabulary=("last", "pp"))
+
+    @property
+    def forms(self) -> list[dict[str, str]]:
+        """The fields of `PlannedLayout` that say what a layout does not keep, with one set of what may be copied."""
+        return [{"recompute": each} for each in self.recompute] + [{"offload": each} for each in self.offload[:1]]
 
     def allows(self, layout: PlannedLayout, keys: Collection[str] | None = None) -> bool:
         """Return whether a layout has the values that are fixed, and those of the limits; `keys`: look at these alone."""
@@ -155,12 +170,12 @@ class LayoutPlan:
 
     @property
     def looked_at(self) -> dict[str, int]:
-        """Numbers: sizes of the axes, too slow by their work, too large on the mean rank; layouts estimated, and predicted."""
+        """Numbers of layouts: all but for recomputation and ZeRO levels, too slow or too large; estimated, and predicted."""
         space = self.space
         return {
-            "sizes": len(space.bounds),
+            "layouts": len(space.bounds),
             "too_slow": len(space.bounds) - len(space.looked_at),
-            "too_large": sum(space.is_too_large(sizes) for sizes in space.looked_at),
+            "too_large": sum(map(space.is_too_large, space.looked_at)),
             "estimated": len(space.known),
             "predicted": len(self.predictions) + len(self.too_large),
         }
@@ -176,24 +191,27 @@ class LayoutPlan:
 
 
 class Space:
-    """The layouts of a request by sizes of their axes, of which only those are estimated whose work allows a fast step.
+    """The layouts of a request, of which only those are estimated whose work allows a fast step.
 
     Attributes:
-        bounds: sizes of the axes, with slices and the place of the output layer -> the least seconds of their steps.
-        looked_at: the sizes whose work allows to be the fastest.
+        bounds: layout without recomputation, with the lowest ZeRO level -> the least seconds of its steps: the mean rank's work
+            with all that pairs can hide, and half of what it waits for the others.
+        looked_at: those whose work allows to be the fastest.
         known: layout -> its estimate, where there was one.
     """
 
     def __init__(self, planner: Planner, request: PlanRequest, earlier: Space | None = None) -> None:
-        """The space of `request`; `earlier`: one in which no layout is slower, and as many fit."""
-        self.planner, self.request, self.looked_at = planner, request, set[PlannedLayout]()
-        self._estimator, self.known = _Estimator(planner), dict[PlannedLayout, Estimate]()
-        if earlier is None:
-            self.bounds = {each: self.least_seconds(each, "none") for each in _sizes(planner, request)}
-        else:
-            self.bounds = earlier.bounds
-            if planner is earlier.planner:
-                self._estimator, self.known = earlier._estimator, earlier.known
+        """The space of `request`; `earlier`: of another memory, with the same planner."""
+        self.planner, self.request, self.looked_at = planner, request, list[PlannedLayout]()
+        self.known: dict[PlannedLayout, Estimate] = {} if earlier is None else earlier.known
+        self.bounds: dict[PlannedLayout, float] = {} if earlier is None else earlier.bounds
+        self._estimator: _Estimator = _Estimator(planner) if earlier is None else earlier._estimator
+        for sizes in _sizes(planner, request) if earlier is None else ():
+            work, share, hidden = self._estimator.mean_work(sizes)
+            for cut in _cuts(planner, request, sizes):
+                pairs = max(0, cut.m - cut.pp) * (cut.schedule in OVERLAPPED)
+                waits = (cut.pp - 1) / 2 * (work - share) / _ramps(cut)
+                self.bounds[cut] = cut.m * work - pairs * hidden + waits + planner.device.host
 
     def estimate(self, layout: PlannedLayout) -> Estimate:
         """The estimate of one layout."""
@@ -204,52 +222,61 @@ class Space:
     def is_close(self, estimate: Estimate) -> bool:
         return estimate.memory <= CLOSE * self.request.memory
 
-    def least_bytes(self, sizes: PlannedLayout) -> float:
+    def least_bytes(self, cut: PlannedLayout) -> float:
         """The bytes of the mean rank with the highest ZeRO level, where all is recomputed that may be."""
         return self._estimator.least_bytes(
-            replace(sizes, recompute=self.request.recompute[-1], zero=self.request.zero[-1])
+            replace(cut, recompute=self.request.recompute[-1], zero=self.request.zero[-1])
         )
 
-    def is_too_large(self, sizes: PlannedLayout) -> bool:
-        return self.least_bytes(sizes) > CLOSE * self.request.memory
+    def is_too_large(self, cut: PlannedLayout) -> bool:
+        return self.least_bytes(cut) > CLOSE * self.request.memory
 
-    def of(self, sizes: PlannedLayout, recompute: str) -> Iterator[Estimate]:
-        """Estimates with these sizes: of a higher ZeRO level where it is faster, or the lower one may not leave room."""
-        for cut in _cuts(self.planner, self.request, replace(sizes, recompute=recompute)):
-            best = Estimate(cut, math.inf, math.inf)  # of the lower levels
-            for zero in self.request.zero[:1] if cut.dp * cut.cp == 1 else self.request.zero:
-                estimate = self.estimate(replace(cut, zero=zero))
-                if estimate.seconds < best.seconds or best.memory > ROOM * self.request.memory:
-                    best = estimate
-                    yield estimate
+    def of(self, cut: PlannedLayout, form: Mapping[str, str]) -> Iterator[Estimate]:
+        """Estimates with ZeRO levels: of a higher one where it is faster, or the lower one may not leave room."""
+        best = Estimate(cut, math.inf, math.inf)  # of the lower levels
+        for zero in self.request.zero[:1] if cut.dp * cut.cp == 1 else self.request.zero:
+            estimate = self.estimate(replace(cut, zero=zero, **form))  # type: ignore[arg-type]
+            if estimate.seconds < best.seconds or best.memory > ROOM * self.request.memory:
+                best = estimate
+                yield estimate
 
     def every(self) -> Iterator[Estimate]:
-        """The estimates of all layouts, but for blocks that are recomputed in part."""
-        for sizes in self.bounds:
-            yield from self.estimates(sizes)
+        """The estimates of all layouts, but for blocks that are recomputed in part, and other sets of what is copied."""
+        for cut, form in product(self.bounds, self.request.forms):
+            yield from filter(self.is_offered, self.of(cut, form))
 
-    def estimates(self, sizes: PlannedLayout) -> Iterator[Estimate]:
-        """Those of the layouts with these sizes."""
+    def is_offered(self, estimate: Estimate) -> bool:
+        layout = estimate.layout
+        return self.request.allows(layout) and _is_offered(self.planner, layout, layout.schedule, layout.v)
+
+    def smaller(self, bare: Estimate) -> Iterator[Estimate | _Partial]:
+        """A layout that does not fit, with what may be recomputed or copied so that it may."""
         for recompute in self.request.recompute:
-            yield from (each for each in self.of(sizes, recompute) if self.request.allows(each.layout))
-
-    def recomputed(self, bare: Estimate) -> Iterator[Estimate | _Partial]:
-        """A layout that does not fit, with what may be recomputed so that it may."""
-        for recompute in self.request.recompute[self.request.recompute[0] == "none" :]:
             some = self.estimate(replace(bare.layout, recompute=recompute))
-            if self.is_close(some) and self.request.allows(some.layout) and _is_offered(self.planner, some.layout):
+            if some != bare and self.is_close(some) and self.is_offered(some):
                 yield some
                 if recompute == "full" and self.request.partial:
                     yield _Partial(self, bare, some)
+        if self.request.offload:
+            yield from filter(self.is_close, self._copied(bare))
 
-    def least_seconds(self, sizes: PlannedLayout, recompute: str) -> float:
-        """The mean rank's work with all that pairs can hide, and half of what it waits for the others; infinite: no schedule."""
-        cuts = list(_cuts(self.planner, self.request, sizes))
-        work, share, hidden = self._estimator.mean_work(replace(sizes, recompute=recompute, zero=self.request.zero[0]))
-        ramps = max((_ramps(each) for each in cuts), default=0)
-        if not ramps:
-            return math.inf
-        return sizes.m * work - max(0, sizes.m - sizes.pp) * hidden + (sizes.pp - 1) / 2 * (work - share) / ramps
+    def _copied(self, bare: Estimate) -> Iterator[Estimate]:
+        """The layout with the fewest bytes copied with which it may fit, should fit, and fits for certain."""
+        layers = self.planner.layers(bare.layout)
+        sizes = {
+            module: sum(layer.tensors.get(name, 0.0) for layer in layers for name in names)
+            for module, names in OFFLOADED.items()
+        }
+        totals = {each: sum(sizes[module] for module in each.split("+")) for each in self.request.offload}
+        most = max(totals, key=totals.__getitem__)
+        saved = bare.memory - self.estimate(replace(bare.layout, offload=most)).memory
+        chosen = dict[str, None]()
+        for limit in (CLOSE, 1.0, 1 / CLOSE) if saved > 0 else ():
+            needed = (bare.memory - limit * self.request.memory) / saved * totals[most]
+            chosen |= dict.fromkeys(
+                [min((each for each in totals if totals[each] >= needed), key=totals.__getitem__, default=most)]
+            )
+        yield from (self.estimate(replace(bare.layout, offload=each)) for each in chosen)
 
 
 @dataclass(frozen=True)
@@ -326,11 +353,12 @@ def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = No
         plan: of a search with more memory, or with faster links: no layout is faster now. Estimates count as they are then.
     """
     if plan is None:
-        known, space, long = [], Space(planner, request), LONG
+        known = list(_until_best(Space(planner, request)))
     else:
-        best = [each.layout for each in plan.predictions if each.peak <= request.memory][:1]
-        known, space, long = [planner.predict(each) for each in best], Space(planner, request, plan.space), 1.0
-    known += _until_best(space, long=long, best=min((each.step.total for each in known), default=math.inf))
+        known = [planner.predict(each.layout) for each in _fitting(plan.predictions, request)[:1]]
+        best = min((each.step.total for each in known), default=math.inf)
+        space = Space(planner, request, plan.space if planner is plan.space.planner else None)
+        known += _until_best(space, long=1.0, best=best, large=plan.too_large)
     return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
@@ -359,7 +387,11 @@ class _Queue:
 
 
 def _until_best(
-    space: Space, pipelined: Collection[bool] = (False, True), long: float = LONG, best: float = math.inf
+    space: Space,
+    pipelined: Collection[bool] = (False, True),
+    long: float = LONG,
+    best: float = math.inf,
+    large: Collection[PlannedLayout] = (),
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
@@ -371,6 +403,7 @@ def _until_best(
 
     Args:
         best: seconds of the fastest prediction before.
+        large: layouts that are known not to fit.
     """
     memory, queue = space.request.memory, _Queue(item for item in space.bounds.items() if (item[0].pp > 1) in pipelined)
     short: dict[tuple[object, ...], float] = {}
@@ -380,8 +413,8 @@ def _until_best(
     while queue.least < long * best:
         each = queue.pop()
         if isinstance(each, PlannedLayout):
-            space.looked_at.add(each)
-            for estimate in () if space.is_too_large(each) else space.of(each, "none"):
+            space.looked_at.append(each)
+            for estimate in () if space.is_too_large(each) else space.of(each, {}):
                 queue.push(estimate.seconds, estimate)
             continue
         if isinstance(each, _Partial):
@@ -395,7 +428,7 @@ def _until_best(
         if max(likely / long, same, (each.least + each.seconds) / 2) >= best:
             continue
         fits = False
-        near = [each] if space.is_close(each) and space.request.allows(layout) else []
+        near = [each] if space.is_close(each) and space.is_offered(each) and layout not in large else []
         for prediction in _predictions(space.planner, near):
             seconds, fits = prediction.step.total, prediction.peak <= memory
             exact[twin] = seconds / each.seconds
@@ -409,31 +442,26 @@ def _until_best(
                 other = partial[whole].corrected(prediction)
                 if other not in tried[whole] and len(tried[whole]) < CORRECTIONS:
                     queue.push(other.seconds, other)
-        if layout.recompute == "none" and not fits:
-            for changed in space.recomputed(each):
+        if (layout.recompute, layout.offload) == ("none", "none") and not fits:
+            for changed in space.smaller(each):
                 queue.push(changed.seconds, changed)
 
 
 def _smallest(space: Space) -> list[Estimate]:
     """The estimates of the least memory, of sizes that were discarded by their mean rank too."""
-    sizes = sorted(space.bounds, key=space.least_bytes)[:SMALLEST]
-    estimates = [estimate for each in sizes for estimate in space.estimates(each)]
-    return sorted(estimates, key=lambda each: each.memory)[:SMALLEST]
+    cuts = sorted(space.bounds, key=space.least_bytes)[: 4 * SMALLEST]
+    estimates = [each for pair in product(cuts, space.request.forms) for each in space.of(*pair)]
+    return sorted(filter(space.is_offered, estimates), key=lambda each: each.memory)[:SMALLEST]
 
 
-def _smaller(space: Space, known: Collection[LayoutCosts]) -> Iterator[LayoutCosts]:
-    """Yield predictions of a few layouts that need less memory than all faster ones."""
+def _smaller(space: Space, known: Iterable[LayoutCosts]) -> Iterator[LayoutCosts]:
+    """Yield predictions of a few layouts that need less memory than all faster ones, of those whose work was looked at."""
+    least, rows = min(each.peak for each in known), 0
     # a spread output layer takes as long as the rest of the search
-    sizes = [each for each in space.bounds if each.vocabulary == "last"]
-    rows, queue = 0, _Queue((each, space.least_seconds(each, space.request.recompute[-1])) for each in sizes)
-    least, most = min(each.peak for each in known), SLOWEST * min(each.step.total for each in known)
-    while rows < SMALLER_ROWS and queue.least < most:
-        each = queue.pop()
-        if isinstance(each, PlannedLayout):
-            if space.least_bytes(each) < SMALLER * least:
-                for estimate in space.of(each, space.request.recompute[-1]):
-                    queue.push(estimate.seconds, estimate)
-        elif each.memory < SMALLER * least and space.request.allows(each.layout):
+    cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < SMALLER * least]
+    estimates = [each for cut in cuts for each in space.of(cut, {"recompute": space.request.recompute[-1]})]
+    for each in sorted(filter(space.is_offered, estimates), key=lambda each: each.seconds):
+        if rows < SMALLER_ROWS and each.memory < SMALLER * least:
             for prediction in _predictions(space.planner, [each]):
                 least, rows = min(least, prediction.peak), rows + 1
                 yield prediction
@@ -499,9 +527,10 @@ def neighbouring(
     error = best.step.total / estimate(planner, best.layout).seconds
     for change, layout in steps(best.layout, request):
         if (
-            not request.allows(layout, request.limits)
+            layout == best.layout
+            or not request.allows(layout, request.limits)
             or problems(planner.shape, layout)
-            or not _is_offered(planner, layout)
+            or not _is_offered(planner, layout, layout.schedule, layout.v)
         ):
             continue
         estimated = estimate(planner, layout)
@@ -539,8 +568,8 @@ def steps(layout: PlannedLayout, request: PlanRequest) -> Iterator[tuple[str, Pl
             f"micro_batch {2 * layout.micro_batch}",
             replace(layout, micro_batch=2 * layout.micro_batch, m=layout.m // 2),
         )
-    for recompute in (each for each in request.recompute if each != layout.recompute or layout.recompute_layers):
-        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0)
+    for recompute in request.recompute:
+        yield f"recompute {recompute}", replace(layout, recompute=recompute, recompute_layers=0, offload="none")
     if layout.vocabulary == "pp":
         yield "vocabulary last", replace(layout, vocabulary="last")
     for slices in request.slices if layout.pp > 1 else ():
@@ -588,8 +617,8 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                         continue
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
-                        seq=request.seq, capacity=request.capacity, etp=etp, slices=slices, vocabulary=vocabulary,
-                        ep_chunks=request.fixed.get("ep_chunks", 1),
+                        seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=etp, slices=slices,
+                        vocabulary=vocabulary, ep_chunks=request.fixed.get("ep_chunks", 1),
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout
@@ -599,37 +628,28 @@ def _cuts(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iter
     """A layout with every schedule and number of chunks."""
     for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
         for v in CHUNKS[name] if layout.pp > 1 else (1,):
-            cut = replace(layout, v=v, schedule=name)
-            if _is_offered(planner, cut):
-                yield cut
+            if _is_offered(planner, layout, name, v):
+                yield replace(layout, v=v, schedule=name)
 
 
-def _suits(planner: Planner, layout: PlannedLayout, name: str, v: int) -> bool:
+def _is_offered(planner: Planner, layout: PlannedLayout, name: str, v: int) -> bool:
     """Return whether a schedule of v chunks is of use to a layout, and takes its sizes."""
     hides = layout.ep > 1 and not (layout.recompute == "full" and planner.runtime.name == "megatron")
-    return not (
-        layout.pp * v > planner.shape.num_hidden_layers
-        or v not in CHUNKS.get(name, ())
-        or (name in WHOLE_ROUNDS and layout.m % layout.pp)
-        or (name == "dualpipev" and layout.m < 2 * layout.pp)
-        or (name in OVERLAPPED and not hides)
-        or (layout.cp > 1 and layout.seq < layout.cp * PIECE_TOKENS)
+    return (
+        layout.pp * v <= planner.shape.num_hidden_layers
+        and v in CHUNKS.get(name, ())
+        and not (name in WHOLE_ROUNDS and layout.m % layout.pp)
+        and not (name == "dualpipev" and layout.m < 2 * layout.pp)
+        and not (name in OVERLAPPED and not hides)
+        and not (layout.cp > 1 and layout.seq < layout.cp * PIECE_TOKENS)
+        and (layout.slices == 1 or name in IN_SLICES)
+        and (layout.vocabulary == "last" or _can_spread(layout.pp, v, name, layout.slices))
     )
 
 
 def _can_spread(p: int, v: int, name: str, slices: int) -> bool:
     """Return whether a spread output layer is of use to a schedule, and quick to place."""
     return p <= MOST_SHARES and v <= 2 and p * slices <= MOST_SHARED_SLICES and name in SPREADING
-
-
-def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
-    """Return whether the search would look at a layout's schedule."""
-    name, v = layout.schedule, layout.v
-    return (
-        _suits(planner, layout, name, v)
-        and (layout.slices == 1 or name in IN_SLICES)
-        and (layout.vocabulary == "last" or _can_spread(layout.pp, v, name, layout.slices))
-    )
 
 
 @dataclass(frozen=True)
@@ -757,17 +777,8 @@ class _Estimator:
         gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
         axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
-        key = (
-            *axes,
-            layout.recompute,
-            layout.capacity,
-            layout.ep_chunks,
-            links.tp,
-            links.cp,
-            links.ep,
-            links.inside,
-            *gathers,
-        )
+        rates = links.tp, links.cp, links.ep, links.inside
+        key = (*axes, layout.recompute, layout.offload, layout.capacity, layout.ep_chunks, *rates, *gathers)
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
         return key, self._sums[key]

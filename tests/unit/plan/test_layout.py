@@ -33,6 +33,8 @@ from pipeloom.plan.run import predicted
 from pipeloom.plan.search import (
     CLOSE,
     LONG,
+    OFFLOADS,
+    OVERLAPPED,
     Estimate,
     LayoutPlan,
     Space,
@@ -308,27 +310,26 @@ def test_a_rank_that_works_more_than_the_others_holds_a_long_step_up(monkeypatch
     assert quick.step.total == pytest.approx(planner(runtime="pipeloom").predict(layout).step.total, rel=2e-3)
 
 
-def test_bounds_of_sizes_are_below_all_of_their_estimates():
-    """Seconds, and bytes of the mean rank: sizes that are not looked at have nothing that would be predicted."""
-    asked = request_of(
-        16, 32, runtime="pipeloom", zero=(1, 3), slices=(1, 4), vocabulary=("last", "pp"), fixed={"tp": 2}
-    )
+def test_bounds_are_below_all_estimates():
+    """Seconds, and bytes of the mean rank: what is not looked at has nothing that would be predicted."""
+    asked = request_of(16, 32, runtime="pipeloom", zero=(1, 3), slices=(1, 4), vocabulary=("last", "pp"))
     for model, ep in (("llama3-70b", 1), ("mixtral-8x7b", 2)):
         space = Space(planner(model, runtime="pipeloom"), replace(asked, fixed={"tp": 2, "ep": ep, "cp": 1}))
-        for sizes, seconds in space.bounds.items():
-            each = list(space.estimates(sizes))
+        assert len(space.bounds) > 100
+        assert {cut.schedule in OVERLAPPED for cut in space.bounds} == {False, ep > 1}
+        for cut, seconds in space.bounds.items():
+            each = [estimate for form in asked.forms for estimate in space.of(cut, form)]
             assert seconds <= min(estimate.seconds for estimate in each)
-            assert space.least_bytes(sizes) <= min(estimate.memory for estimate in each)
-        assert len(space.bounds) > 20
+            assert space.least_bytes(cut) <= min(estimate.memory for estimate in each)
 
 
-def test_sizes_that_are_too_slow_or_too_large_are_not_looked_at_further():
+def test_what_is_too_slow_or_too_large_is_not_looked_at_further():
     """Nothing that was left out is faster, or fits."""
     asked = ours(64, 4096, fixed={"cp": 1}, slices=(1,), vocabulary=("last",), zero=(1, 3))
     planned = planner(runtime="pipeloom")
     plan = search(planned, asked)
     numbers, whole = plan.looked_at, list(Space(planned, asked).every())
-    assert 0 < numbers["too_slow"] < numbers["sizes"]
+    assert 0 < numbers["too_slow"] < numbers["layouts"]
     assert numbers["predicted"] < numbers["estimated"]
     assert plan.best.step.total <= min(each.seconds for each in whole if each.memory <= asked.memory) * LONG
     tight = search(planned, replace(asked, memory=0.25 * asked.memory)).looked_at
@@ -650,7 +651,7 @@ def test_a_dry_run_of_the_written_file_recomputes_the_same_blocks(text, tmp_path
 
 @pytest.mark.parametrize("runtime", ["pipeloom", "megatron"])
 def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
-    asked = replace(PlanRequest.of(runtime, 2, H100.memory, 64, 4096), recompute=("none", "full"))
+    asked = replace(PlanRequest.of(runtime, 2, H100.memory, 64, 4096), recompute=("none", "full"), offload=())
     planned = planner(runtime=runtime)
     best = search(planned, asked).best
     assert best.layout.recompute == "full"
@@ -673,6 +674,37 @@ def test_no_other_number_of_chunks_is_faster(gib, blocks):
         other = fastest(planned, replace(asked, fixed={"tp": 1, "v": chunks}))
         assert other is None or other.step.total >= best.step.total
     assert best.layout.recompute_layers == blocks  # of 3 in the largest chunks
+
+
+def copied():
+    """A question in which Megatron's copies to host memory are faster than recomputation."""
+    return PlanRequest.of(
+        "megatron", 16, 0.9 * H100.memory, 32, 4096, fixed={"tp": 1, "pp": 2, "v": 8, "micro_batch": 1}
+    )
+
+
+def test_no_other_set_of_copied_modules_is_faster():
+    asked, planned = copied(), planner("mixtral-8x7b")
+    best = fastest(planned, asked)
+    assert best.layout.offload != "none"
+    others = [planned.predict(replace(best.layout, offload=modules)) for modules in ("none", *OFFLOADS)]
+    assert best.step.total <= min(each.step.total for each in others if each.peak <= asked.memory)
+    assert min(each.peak for each in others) <= asked.memory < max(each.peak for each in others)
+    without = fastest(planned, replace(asked, offload=()))
+    assert without.layout.recompute != "none"
+    assert best.tokens > 1.05 * without.tokens
+
+
+def test_what_is_copied_can_be_fixed_and_only_megatron_copies_it():
+    asked, planned = copied(), planner("mixtral-8x7b")
+    for modules in ("none", OFFLOADS[-1]):
+        fixed = PlanRequest.of("megatron", 16, H100.memory, 32, 4096, fixed={**asked.fixed, "offload": modules})
+        assert {each.layout.offload for each in search(planned, fixed).predictions} == {modules}
+    assert not PlanRequest.of("pipeloom", 16, H100.memory, 32, 4096).offload
+    prediction = planned.predict(parse_layout("pp=2,m=4,offload=core_attn"))
+    assert "--offload-modules core_attn" in written(prediction, planned, "megatron")[0]
+    with pytest.raises(UsageError, match="offload=core_attn is not there; nearest: offload=none"):
+        written(prediction, planned, "pipeloom")
 
 
 @pytest.mark.parametrize("gib", [26, 30])
