@@ -133,7 +133,7 @@ def test_replicas_of_a_position_are_the_stages_of_their_rank(hands: Hands) -> No
     schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
     rehearsal = Rehearsal(schedule, Costs(), unit=0.01, slow={schedule.stages_of[1][0]: 2.0})
     for rank in range(2):
-        times = [layer().layers[0].times.attention.forward for layer in rehearsal.layers(rank, Clock())]
+        times = [layer().times.attention.forward for layer in rehearsal.layers(rank, Clock())]
         slowed = schedule.position_of[schedule.stages_of[1][0]]
         assert times == [0.02 if rank == 1 and at == slowed else 0.01 for at in range(2)]
 
