@@ -127,16 +127,16 @@ def _unknown(path: list[str], start: str) -> str:
         if elsewhere:
             return f"{start}: keys belong to a section; did you mean {elsewhere[0]}.{name}?"
         return f"there is no section [{name}]{did_you_mean(name, SECTIONS)}"
-    own = SECTIONS[path[0]].model_fields
+    section_keys = SECTIONS[path[0]].model_fields
     likeness = {
         f"{section}.{key}": difflib.SequenceMatcher(None, name, key).ratio()
         for section, model in SECTIONS.items()
         for key in model.model_fields
     }
-    best, here = max(likeness.values()), max(likeness[f"{path[0]}.{key}"] for key in own)
+    best, here = max(likeness.values()), max(likeness[f"{path[0]}.{key}"] for key in section_keys)
     others = [key for key, like in likeness.items() if like == best]
     is_elsewhere = best == 1 or best >= max(0.75, here + 0.1)
-    near = f"; did you mean {' or '.join(others)}?" if is_elsewhere else did_you_mean(name, own)
+    near = f"; did you mean {' or '.join(others)}?" if is_elsewhere else did_you_mean(name, section_keys)
     return f"{start}: there is no such key{near}"
 
 
