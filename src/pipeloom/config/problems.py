@@ -127,13 +127,16 @@ def _unknown(path: list[str], start: str) -> str:
         if elsewhere:
             return f"{start}: keys belong to a section; did you mean {elsewhere[0]}.{name}?"
         return f"there is no section [{name}]{did_you_mean(name, SECTIONS)}"
-    near = did_you_mean(name, SECTIONS[path[0]].model_fields)
-    keys = {f"{section}.{key}": key for section, model in SECTIONS.items() for key in model.model_fields}
-    exact = [key for key, last in keys.items() if last == name]
-    if exact or not near.startswith("; did"):
-        close = difflib.get_close_matches(name, keys.values(), n=1, cutoff=0.75)
-        others = exact or [key for key, last in keys.items() if last in close]
-        near = f"; did you mean {' or '.join(others)}?" if others else near
+    section_keys = SECTIONS[path[0]].model_fields
+    likeness = {
+        f"{section}.{key}": difflib.SequenceMatcher(None, name, key).ratio()
+        for section, model in SECTIONS.items()
+        for key in model.model_fields
+    }
+    best, here = max(likeness.values()), max(likeness[f"{path[0]}.{key}"] for key in section_keys)
+    others = [key for key, like in likeness.items() if like == best]
+    is_elsewhere = best == 1 or best >= max(0.75, here + 0.1)
+    near = f"; did you mean {' or '.join(others)}?" if is_elsewhere else did_you_mean(name, section_keys)
     return f"{start}: there is no such key{near}"
 
 

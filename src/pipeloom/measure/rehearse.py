@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -173,7 +173,7 @@ class EmulatedLayer(nn.Module):
     def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
         times, factor = self.times, factor_of(self.factors, microbatch)
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
-        attention = self.part("attention", scaled(times.attention, factor), parts=parts)
+        attention = self.part("attention", times.attention.times(factor), parts=parts)
         if not times.exchanges:
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
@@ -181,7 +181,7 @@ class EmulatedLayer(nn.Module):
         chunks = [
             [
                 *self._hops("dispatch", share, times.dispatch, dispatch_backward),
-                self.part("experts", scaled(times.experts, share), at),
+                self.part("experts", times.experts.times(share), at),
                 *self._hops("combine", share, times.combine, combine_backward)[::-1],
             ]
             for at in range(times.chunks)
@@ -209,7 +209,7 @@ class EmulatedLayer(nn.Module):
         def run(values: Values) -> Values:
             queue = self.grad_context.queue  # of the micro-batch whose forward runs now
             out, count = values[at], max(1, self.saves)
-            work = _Work(self.clock, name, scaled(times, 1 / count), queue)
+            work = _Work(self.clock, name, times.times(1 / count), queue)
             for _ in range(count):
                 saved = torch.ones((), device=out.device) if self.saves else None
                 if saved is not None:
@@ -229,21 +229,6 @@ class EmulatedLayer(nn.Module):
         if seconds := next(calls):
             self.clock.compute(name, "R", seconds)
         return x.clone()
-
-
-class EmulatedStage(nn.Module):
-    """The emulated layers of a stage, in the segments of all of them."""
-
-    def __init__(self, layers: Sequence[EmulatedLayer]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
-        return [segment for layer in self.layers for segment in cast(EmulatedLayer, layer).segments(microbatch)]
-
-    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
-        (out,) = in_order(self.segments(microbatch), (x,))
-        return out  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -283,11 +268,6 @@ def factor_of(factors: Sequence[float], microbatch: MicrobatchContext | None) ->
         return 1.0
     place = microbatch.place
     return factors[microbatch.index if place is None else microbatch.index * place.count + place.index]
-
-
-def scaled(times: PhaseTimes, factor: float) -> PhaseTimes:
-    """Return the times multiplied by a factor."""
-    return times if factor == 1 else PhaseTimes(*(factor * time for time in times))
 
 
 @dataclass(frozen=True)
@@ -344,7 +324,7 @@ class Rehearsal:
         return tuple(max(1, round(self.costs.message / 4 * share)) for share in shares)
 
     def layers(self, rank: int, clock: Clock) -> list[Layer]:
-        """Return the layer of each stage position, as `Pipeline` takes them on this rank."""
+        """Return the layers of each stage position, of all as many, as `Pipeline` takes them on this rank."""
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
         even = self.schedule.slices == 1 and not self.costs.microbatch
@@ -354,18 +334,20 @@ class Rehearsal:
         copies = {action.kind for action in actions if kind_of(action.kind).queue == COPY_OUT}
         saves = max(((fraction_of(kind) or (1, 1))[1] for kind in copies), default=0)
 
-        def build(position: int) -> nn.Module:
+        def build(position: int, at: int) -> nn.Module:
             stage = stages[position]
-            factor, layers = self.slow.get(stage, 1.0), segments[stage]
-            each = self.unit * factor / len(layers)
+            factor, part = self.slow.get(stage, 1.0), segments[stage][at]
+            each = self.unit * factor / count
+            slowed = replace(part, attention=part.attention.times(factor), experts=part.experts.times(factor))
             named = {name: each * again.time_of(f"recompute:{name}")[stage] for name in names}
-            slowed = [
-                replace(part, attention=scaled(part.attention, factor), experts=scaled(part.experts, factor))
-                for part in layers
-            ]
-            return EmulatedStage([EmulatedLayer(clock, part, factors, saves, named) for part in slowed])
+            return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
 
-        return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
+        count = len(segments[0])
+        return [
+            Layer(f"stage.{position}.{at}", partial(build, position, at))
+            for position in range(self.schedule.positions)
+            for at in range(count)
+        ]
 
     def beside(self, rank: int) -> Callable[[Action, Callable[[], object]], None]:
         """Return what lets this rank's actions on other queues than that of computation take their times, by sleeping.

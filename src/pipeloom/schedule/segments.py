@@ -31,6 +31,10 @@ class PhaseTimes(NamedTuple):
     input_grad: float = 1.0
     weight_grad: float = 1.0
 
+    def times(self, factor: float) -> PhaseTimes:
+        """Return the times multiplied by a factor."""
+        return PhaseTimes(*(factor * time for time in self))
+
 
 UNIT = PhaseTimes()
 
@@ -75,10 +79,9 @@ class LayerSegments:
 
     def times(self, factor: float) -> LayerSegments:
         """Return the segments with all times multiplied, those of the backward given."""
-        attention, experts = (PhaseTimes(*(factor * time for time in part)) for part in (self.attention, self.experts))
         back, there = (factor * talk for talk in self.backward_talk)
         talks = factor * self.dispatch, factor * self.combine, there, back, factor * self.inside
-        return LayerSegments(attention, experts, *talks, self.chunks)
+        return LayerSegments(self.attention.times(factor), self.experts.times(factor), *talks, self.chunks)
 
     @property
     def backward_talk(self) -> tuple[float, float]:
@@ -143,7 +146,7 @@ def run_block(
         The segments, in the order in which each resource ran them.
     """
     device = _Device()
-    halves = [_backward(device, backward, weights), _forward(device, forward)]
+    halves = [_half(device, backward, "B", weights), _half(device, forward, "F", weights)]
     if not any(layer.exchanges for layer in backward):
         halves.reverse()
     while halves:
@@ -151,56 +154,40 @@ def run_block(
     return tuple(device.done)
 
 
-def _forward(device: _Device, layers: LayerSequence) -> Iterator[Literal[True]]:
-    """Run a forward; yield where a pair goes on with its backward."""
-    for at, layer in enumerate(layers):
-        hops, ends = _hops(layer, layer.dispatch, layer.combine), {}
-        for what, chunk, hop in _steps(layer):
-            if what == "turn":
-                yield True
-            elif what == "start":
-                name, link, time = hops[hop]
-                ends[chunk, hop] = device.send(f"F.{name}", at, link, time)
-            elif what == "wait":
-                device.now = max(device.now, ends[chunk, hop])
-            else:
-                device.compute(f"F.{what}", at, _part(layer, what).forward)
-
-
-def _backward(device: _Device, layers: LayerSequence, weights: WeightGradMode) -> Iterator[Literal[True]]:
-    """Run a backward, the steps of the forward from the last on; yield where a pair goes on with its forward."""
+def _half(
+    device: _Device, layers: LayerSequence, letter: Literal["F", "B"], weights: WeightGradMode
+) -> Iterator[Literal[True]]:
+    """Run a forward, or a backward, which takes its steps from the last on; yield where a pair goes on with the other half."""
     later: list[
         tuple[str, int, float]
     ] = []  # weight gradients, which are computed once the next communication has started
+    ahead, places = letter == "F", [*enumerate(layers)]
 
     def flush() -> None:
         for each in later:
             device.compute(*each)
         later.clear()
 
-    for at, layer in reversed([*enumerate(layers)]):
-        hops, ends = _hops(layer, *layer.backward_talk[::-1]), {}
-        for what, chunk, hop in reversed(_steps(layer)):
-            if what == "turn":
-                flush()
-                yield True
-            elif what == "wait":
+    for at, layer in places if ahead else reversed(places):
+        hops, ends = _hops(layer, *((layer.dispatch, layer.combine) if ahead else layer.backward_talk[::-1])), {}
+        steps = _steps(layer)
+        for what, chunk, hop in steps if ahead else reversed(steps):
+            if what == ("start" if ahead else "wait"):
                 name, link, time = hops[hop]
-                ends[chunk, hop] = device.send(f"B.{name}", at, link, time)
-            elif what == "start":
-                flush()
-                device.now = max(device.now, ends[chunk, hop])
-            else:
-                times = _part(layer, what)
-                device.compute(f"B.{what}", at, times.input_grad + (weights == "fused") * times.weight_grad)
-                if weights == "split":
+                ends[chunk, hop] = device.send(f"{letter}.{name}", at, link, time)
+            elif what == "attention" or what == "experts":
+                times = layer.attention if what == "attention" else layer.experts.times(1 / layer.chunks)
+                gradients = times.input_grad + (weights == "fused") * times.weight_grad
+                device.compute(f"{letter}.{what}", at, times.forward if ahead else gradients)
+                if weights == "split" and not ahead:
                     later.append((f"W.{what}", at, times.weight_grad))
+            else:
+                flush()
+                if what == "turn":
+                    yield True
+                else:
+                    device.now = max(device.now, ends[chunk, hop])
     flush()
-
-
-def _part(layer: LayerSegments, name: str) -> PhaseTimes:
-    """The times of the attention, or of one chunk's experts."""
-    return layer.attention if name == "attention" else PhaseTimes(*(time / layer.chunks for time in layer.experts))
 
 
 def _hops(layer: LayerSegments, dispatch: float, combine: float) -> list[tuple[str, Resource, float]]:

@@ -37,6 +37,9 @@ def test_a_pair_takes_its_computation_slowed_by_the_exchange_or_the_exchange():
     dense = replace(stage, exchanged=0.0)
     assert dense.hidden(dense) == 0
     assert dense.hidden(stage) == stage.hidden(dense) == pytest.approx(4 * (1 - EXCHANGE_SHARE))
+    chunks = replace(stage, beside_forward=1.0, beside_backward=2.0)  # 5 of 8 s of exchange stand alone
+    assert chunks.hidden(chunks) == pytest.approx(5 * (1 - EXCHANGE_SHARE))
+    assert chunks.hidden(dense) == pytest.approx(3 * (1 - EXCHANGE_SHARE))
 
 
 def test_a_pair_is_the_forward_of_one_stage_and_the_backward_of_another():
@@ -114,6 +117,8 @@ def test_a_flat_exchange_between_nodes_takes_longer_than_one_of_two_levels():
     within, port = H100.within(8), H100.port
     rate = AxisRates.of(LAYOUT, H100, load_model("qwen3-30b-a3b"), 1).ep
     assert rate == pytest.approx(15 / max(8 / port, 7 / within))
+    wide = AxisRates.of(LAYOUT, replace(H100, network=1e15), load_model("qwen3-30b-a3b"), 1).ep
+    assert wide == pytest.approx(15 / (7 / replace(H100, network=1e15).within(8)))
     assert flat.exchanged > 1.5 * levels.exchanged
     assert stage(replace(LAYOUT, dp=8, ep=8), 1) == stage(replace(LAYOUT, dp=8, ep=8))
 
@@ -126,10 +131,11 @@ def test_other_runtimes_have_no_chunks():
 
 def test_the_search_plans_chunks_where_they_are_fixed():
     request = PlanRequest(64, H100.memory, 96, 4096, ("1f1b",), recompute=("none",), fixed={"pp": 4, "ep": 16})
-    plain = search(planner(), request).best
-    chunks = search(planner(), replace(request, fixed={"pp": 4, "ep": 16, "ep_chunks": 4})).best
-    assert chunks.layout.ep_chunks == 4
-    assert chunks.step.total < plain.step.total
+    both = planner()  # whose estimates are kept
+    plain, chunks = (search(both, replace(request, fixed=request.fixed | more)) for more in ({}, {"ep_chunks": 4}))
+    assert chunks.best.layout.ep_chunks == 4
+    assert chunks.best.step.total < plain.best.step.total
+    assert chunks.estimates[0].seconds < plain.estimates[0].seconds
 
 
 @pytest.mark.parametrize("name", CHUNKS)
@@ -160,11 +166,15 @@ def test_an_estimate_of_pairs_is_near_the_prediction(name):
 @pytest.mark.parametrize("name", ["1f1b", *CHUNKS])
 def test_a_dry_run_predicts_the_same_step(name, chunks, tmp_path):
     plan = planner().predict(with_schedule(name, m=8, ep_chunks=chunks))
-    (tmp_path / "run.toml").write_text(written(plan, planner(), "pipeloom")[0])
+    text = written(plan, planner(), "pipeloom")[0]
+    (tmp_path / "run.toml").write_text(text)
     step = predicted(load_layout(tmp_path / "run.toml"), H100).step
     assert (step.compute, step.exchange, step.idle) == pytest.approx(
         (plan.step.compute, plan.step.exchange, plan.step.idle), rel=0.01
     )
+    assert "ep_nodes = 2\n" in text
+    (tmp_path / "flat.toml").write_text(text.replace("ep_nodes = 2\n", "ep_nodes = 1\n"))
+    assert predicted(load_layout(tmp_path / "flat.toml"), H100).step.total > step.total
 
 
 def test_the_search_pairs_where_experts_are_on_other_ranks():

@@ -161,6 +161,10 @@ def test_stages_that_differ() -> None:
     assert costs.pair[0][0] == 6
     assert costs.pair[0][1] == model.pair(0, 1)
     assert costs.pair[2][1] != costs.pair[1][2]
+    # a backward that sends nothing computes while the forward's dispatch is under way, and not before
+    rows = [(each.name, each.start) for each in run_block([unit(1)], [dense])]
+    assert rows[:3] == [("F.attention", 0), ("F.dispatch", 1), ("B.attention", 1)]
+    assert costs.pair[1][0] == 7
 
 
 def test_the_simulator_runs_on_them() -> None:
