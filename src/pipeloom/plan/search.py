@@ -270,13 +270,12 @@ class Space:
         totals = {each: sum(sizes[module] for module in each.split("+")) for each in self.request.offload}
         most = max(totals, key=totals.__getitem__)
         saved = bare.memory - self.estimate(replace(bare.layout, offload=most)).memory
-        chosen = dict[str, None]()
-        for limit in (CLOSE, 1.0, 1 / CLOSE) if saved > 0 else ():
-            needed = (bare.memory - limit * self.request.memory) / saved * totals[most]
-            chosen |= dict.fromkeys(
-                [min((each for each in totals if totals[each] >= needed), key=totals.__getitem__, default=most)]
-            )
-        yield from (self.estimate(replace(bare.layout, offload=each)) for each in chosen)
+        limits = [limit * self.request.memory for limit in (CLOSE, 1.0, 1 / CLOSE)] if saved > 0 else []
+        needed = [(bare.memory - limit) / saved * totals[most] for limit in limits]
+        fewest = [
+            min((s for s in totals if totals[s] >= size), key=totals.__getitem__, default=most) for size in needed
+        ]
+        yield from (self.estimate(replace(bare.layout, offload=modules)) for modules in dict.fromkeys(fewest))
 
 
 @dataclass(frozen=True)
@@ -321,9 +320,9 @@ class _Partial:
 def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
-    Branch and bound: sizes of the axes are looked at in the order of their work, their layouts in that of their estimated
-    seconds, a lower bound but for `LONG`, until the next one is above the best prediction. So more memory, devices' memory or
-    space gives no slower layout where estimates hold.
+    Branch and bound: layouts are estimated in the order of their work, and predicted in that of their estimated seconds, a lower
+    bound but for `LONG`, until the next one is above the best prediction. So more memory, devices' memory or space gives no
+    slower layout where estimates hold.
 
     >>> from pipeloom import plan
     >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
