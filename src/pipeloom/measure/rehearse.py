@@ -384,21 +384,19 @@ class Rehearsal:
         return wait
 
     def _segments(self) -> list[tuple[LayerSegments, ...]]:
-        """Return stage -> its layers in seconds; without an all-to-all, all of the time is in the attention segment."""
-        stages = self.schedule.stages
-        if self.segments:
-            return [tuple(layer.times(self.unit) for layer in self.segments)] * stages
-        names = ("forward", "input_grad", "weight_grad", "all_to_all")
-        layers: list[tuple[LayerSegments, ...]] = []
-        for f, i, w, share in zip(*(self.costs.per_stage(name, stages) for name in names), strict=True):
-            f, i, w = f * self.unit, i * self.unit, w * self.unit
-            if not self.communicates:
-                layers.append((LayerSegments(attention=PhaseTimes(f, i, w), experts=PhaseTimes(0, 0, 0)),))
-                continue
-            half = PhaseTimes((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
-            there, back = share * f / 2, share * i / 2
-            layers.append((LayerSegments(half, half, there, there, back, back),))
-        return layers
+        """Return stage -> its layers in seconds."""
+        names, stages = ("forward", "input_grad", "weight_grad", "all_to_all"), self.schedule.stages
+        times = zip(*(self.costs.per_stage(name, stages) for name in names), strict=True)
+        layers = [tuple(self.segments)] * stages if self.segments else [(self._halves(*each),) for each in times]
+        return [tuple(layer.times(self.unit) for layer in each) for each in layers]
+
+    def _halves(self, forward: float, input_grad: float, weight_grad: float, share: float) -> LayerSegments:
+        """Return a stage as one layer; without an all-to-all, all of the time is in the attention segment."""
+        if not self.communicates:
+            return LayerSegments(PhaseTimes(forward, input_grad, weight_grad), PhaseTimes(0, 0, 0))
+        half = PhaseTimes((1 - share) * forward, (1 - share) * input_grad, weight_grad).times(0.5)
+        there, back = share * forward / 2, share * input_grad / 2
+        return LayerSegments(half, half, there, there, back, back)
 
 
 def run(

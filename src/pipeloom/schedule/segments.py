@@ -192,12 +192,11 @@ def _half(
 
 def _hops(layer: LayerSegments, dispatch: float, combine: float) -> list[tuple[str, Resource, float]]:
     """The (name, link, time of a chunk) of each hop, to the experts and back."""
-    there: list[tuple[str, Resource, float]] = [("dispatch", "communication", dispatch / layer.chunks)]
-    back: list[tuple[str, Resource, float]] = [("combine", "communication", combine / layer.chunks)]
-    if layer.inside:
-        there.append(("dispatch", "inside", layer.inside / layer.chunks))
-        back.insert(0, ("combine", "inside", layer.inside / layer.chunks))
-    return [*there, *back]
+    inside: list[tuple[Resource, float]] = [("inside", layer.inside)] if layer.inside else []
+    there: list[tuple[Resource, float]] = [("communication", dispatch), *inside]
+    back: list[tuple[Resource, float]] = [*inside, ("communication", combine)]
+    hops = [("dispatch", *hop) for hop in there] + [("combine", *hop) for hop in back]
+    return [(name, link, time / layer.chunks) for name, link, time in hops]
 
 
 def _steps(layer: LayerSegments) -> list[_Step]:
