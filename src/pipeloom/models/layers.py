@@ -172,6 +172,7 @@ def layers(
     """The decoder as factories: [embedding, block, …, block, norm and output], num_hidden_layers + 2 of them.
 
     Between the last block and the output are num_nextn_predict_layers more that predict tokens further ahead (`models/mtp.py`).
+    With `shape.tie_word_embeddings` give a pipeline `tied=tied(shape)` too, or the two weights only begin equal.
 
     Tokens [batch, length] int64 go in, logits [batch, length, vocab_size] come out. A weight's first value depends on
     `seed` and its global name alone: normal with deviation sqrt(2 / (5 hidden_size)), 0.02 at a width of 1000 (arXiv

@@ -350,7 +350,10 @@ def _unusable(
 ) -> Iterator[str]:
     """Yield a sentence for each parameter or buffer here that a pipeline cannot train, sum or save."""
     for layer, module in modules.items():
+        inner = [other for other in owners if other.startswith(f"{layer}.")]
         for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if other := next((other for other in inner if f"{layer}.{name}".startswith(f"{other}.")), None):
+                yield f"{layer}.{name} of layer {layer!r} has a name of layer {other!r}: give one of them another name"
             if is_lazy(value):
                 yield (
                     f"layer {layer!r} has a lazy module: {name!r} has no shape yet; build it with its sizes, or call the layer "

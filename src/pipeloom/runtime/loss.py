@@ -91,9 +91,12 @@ def require_weighing(loss: object, weight: object, ignore_index: int | None) -> 
     """Raise ConfigError if torch's own cross entropy is a mean over other targets than the default weight counts.
 
     Args:
-        loss: `nn.CrossEntropyLoss`, `nn.NLLLoss`, or a `functools.partial` of their functions; others are not checked.
+        loss: `nn.CrossEntropyLoss`, `nn.NLLLoss` (or compiled, or the `forward` of one), or a `functools.partial` of their
+            functions; others are not checked.
         weight, ignore_index: as given to the pipeline.
     """
+    loss = getattr(loss, "__self__", loss)
+    loss = getattr(loss, "_orig_mod", loss)  # of torch.compile
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
         class_weights, skipped, reduction = loss.weight, loss.ignore_index, loss.reduction
     elif isinstance(loss, partial) and loss.func in (F.cross_entropy, F.nll_loss):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -836,8 +837,8 @@ class LocalPipeline(Pipeline):
 
     Args:
         layers, schedule, loss, weight, ignore_index, stages, tied, options: as of `Pipeline`.
-        separate_replicas: give the replicas of two routes buffers and attributes of their own, as on several processes; they
-            share parameters.
+        separate_replicas: give each rank keyword arguments of its own, and the replicas of two routes buffers and attributes, as
+            on several processes; replicas share parameters.
         check_first: False runs a schedule without checking it (for tests of the executor); a deadlock raises ScheduleError.
     """
 
@@ -858,6 +859,7 @@ class LocalPipeline(Pipeline):
         spec = PipelineSpec(layers, schedule, loss, weight, ignore_index, stages, tied, options, check_first)
         self._take(spec, Mesh.of_pipeline(PipelineMesh((0,), 0, None)))
         self._mailroom: Mailroom = {}
+        self._apart = separate_replicas
         statuses = {rank: Status(rank) for rank in range(schedule.ranks)}
         self._build(statuses, spec.seed, None, separate_replicas)
         self._status.phase = "first step"
@@ -868,7 +870,8 @@ class LocalPipeline(Pipeline):
     def _executor(self, forwards: int | None, whole: bool = False) -> Any:
         self._mailroom.clear()  # of messages that a failed run has left
         signals = SignalsInProcess()
-        return _ExecutorOfAllRanks([engine.executor(forwards, self.trace, whole, signals) for engine in self._engines])
+        executors = [engine.executor(forwards, self.trace, whole, signals) for engine in self._engines]
+        return _ExecutorOfAllRanks(executors, self._apart)
 
     @property
     def stats(self) -> tuple[RankStats, ...]:  # type: ignore[override]  # of all ranks
@@ -884,14 +887,14 @@ class LocalPipeline(Pipeline):
 class _ExecutorOfAllRanks:
     """The executors of ranks that share a thread, run in turn: each as far as the messages that it waits for have been sent."""
 
-    def __init__(self, executors: Sequence[Executor]) -> None:
-        self._executors = executors
+    def __init__(self, executors: Sequence[Executor], apart: bool = False) -> None:
+        self._executors, self._apart = executors, apart
         self.results: list[StepResult] = []
 
     def run(self, batch: Microbatches, keep_outputs: bool = False) -> StepResult:
         """Run every rank's program; return the sum of their results. Raises ScheduleError if they deadlock."""
         for executor in self._executors:
-            executor.begin(batch, keep_outputs)
+            executor.begin(_with_keywords_of_its_own(batch) if self._apart else batch, keep_outputs)
         while any(executor.next is not None for executor in self._executors):
             progress = False
             for executor in self._executors:
@@ -913,6 +916,14 @@ class _ExecutorOfAllRanks:
             whole.loss.include(result.loss)
             whole.outputs.update(result.outputs)
         return whole
+
+
+def _with_keywords_of_its_own(batch: Microbatches) -> Microbatches:
+    """Return the batch as a rank has it whose keyword arguments no other rank changes, where they can be copied."""
+    try:
+        return replace(batch, keywords=copy.deepcopy(batch.keywords))
+    except (TypeError, RuntimeError, AttributeError):
+        return batch
 
 
 def layers_of_ranks(pipeline: Pipeline) -> list[tuple[str, nn.Module]]:

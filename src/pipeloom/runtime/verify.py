@@ -6,10 +6,11 @@ comparison shows it, whatever the reason.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -155,11 +156,30 @@ def verify(
                 stages=stages,
                 tolerance=tolerance,
             )
-            for step in range(steps):
-                sides.compare_step(step, report)
-                report.steps += 1
-            sides.compare_evaluation(steps)
+            with _without_gradients([each for each in (*layers, loss) if isinstance(each, nn.Module)]) as changed:
+                for step in range(steps):
+                    sides.compare_step(step, report)
+                    report.steps += 1
+                sides.compare_evaluation(steps)
+                if changed():
+                    raise VerifyError(
+                        "the loss, or a layer, uses parameters of the modules that were given, not of their copies; the stage "
+                        f"contract (docs/own_model.md, 'parameters'): {_RULES['parameters']}"
+                    )
     return report
+
+
+@contextlib.contextmanager
+def _without_gradients(modules: Sequence[nn.Module]) -> Iterator[Callable[[], bool]]:
+    """Take away the gradients of modules of which copies run, and put them back; yield whether they have others meanwhile."""
+    before = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield lambda: any(parameter.grad is not None for parameter, _ in before)
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 class _Call(NamedTuple):
@@ -463,12 +483,17 @@ def relative_error(a: Tensor | None, b: Tensor | None, least: float = 0.0) -> fl
 def _copied(layers: Sequence[LayerSource]) -> list[LayerSource]:
     """Return copies of the modules, made together so that what they share stays shared; factories stay as they are."""
     memo: dict[int, Any] = {}
+    factories = "give factories (Layer(name, build))"
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters() if isinstance(layer, nn.Module) else ():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise UsageError(
+                    f"verify copies modules, and a copy loses the hooks of {name} in layer {index}: {factories}"
+                )
     try:
         return [copy.deepcopy(layer, memo) if isinstance(layer, nn.Module) else layer for layer in layers]
     except (TypeError, RuntimeError, AttributeError) as error:
-        raise UsageError(
-            f"verify copies modules, and one cannot be copied ({error}): give factories (Layer(name, build))"
-        ) from error
+        raise UsageError(f"verify copies modules, and one cannot be copied ({error}): {factories}") from error
 
 
 def _apart(layer: LayerSource, name: str, memo: dict[int, Any]) -> LayerSource:

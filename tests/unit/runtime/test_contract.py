@@ -41,8 +41,8 @@ from contract_kinds import (
 )
 from models import batch, mse
 from one_process import Plain
-from pipeloom.errors import PipeloomError, VerifyError
-from pipeloom.runtime import Layer, RuntimeOptions
+from pipeloom.errors import ConfigError, PipeloomError, UsageError, VerifyError
+from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.schedule.sharding import shard
 
 Make = Callable[[], Sequence[Callable[[], nn.Module]]]
@@ -160,3 +160,61 @@ def test_verify_cuts_both_sides_as_the_options_say_and_names_what_it_did_not_see
     sharded = pl.verify(layers, shard(schedule, 1), x, y, loss=mse, steps=1)
     assert sharded.unseen == ("REDUCE_GRAD", "RESHARD", "UNSHARD")
     assert str(sharded).endswith("; not looked at, as one process has no replicas: REDUCE_GRAD, RESHARD, UNSHARD")
+
+
+class LeavesInAKeyword(nn.Linear):
+    """Reads what the layer before left in a keyword argument, and leaves its own output there."""
+
+    def forward(self, x: torch.Tensor, memory: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = super().forward(x) + memory.get("last", torch.zeros(()))
+        memory["last"] = out.detach()
+        return out
+
+
+def test_what_a_stage_leaves_in_a_keyword_argument_is_not_there_for_another() -> None:
+    x, y = torch.randn(2, 4, 3)
+    with pytest.raises(VerifyError, match="'results'"):
+        pl.verify([LeavesInAKeyword(3, 3) for _ in range(2)], pl.schedules.one_f_one_b(2, 1), x, y, loss=mse, memory={})
+
+
+class OfAWeight(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse(output * self.scale, target)
+
+
+def test_a_loss_has_no_parameters_and_gradients_stay_as_they_were() -> None:
+    layers, (x, y) = [nn.Linear(3, 3) for _ in range(2)], torch.randn(2, 4, 3)
+    loss, schedule = OfAWeight(), pl.schedules.one_f_one_b(2, 4)
+    before = [torch.ones_like(parameter) for parameter in layers[1].parameters()]
+    for parameter, gradient in zip(layers[1].parameters(), before, strict=True):
+        parameter.grad = gradient
+
+    def uses_a_layer(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return mse(output, target) + layers[1].weight.square().sum()
+
+    for wrong in (loss, uses_a_layer):
+        with pytest.raises(VerifyError, match="'parameters'"):
+            pl.verify(layers, schedule, x, y, loss=wrong)
+    assert loss.scale.grad is None
+    assert [parameter.grad for parameter in layers[0].parameters()] == [None, None]
+    assert all(p.grad is gradient for p, gradient in zip(layers[1].parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_modules_whose_copies_would_lose_a_hook_are_refused(method: str) -> None:
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    getattr(layers[1].weight, method)(lambda _: None)
+    with pytest.raises(UsageError, match="a copy loses the hooks of weight in layer 1: give factories"):
+        pl.verify(layers, pl.schedules.one_f_one_b(2, 4), *torch.randn(2, 4, 3), loss=mse)
+
+
+def test_a_layer_is_not_called_as_a_part_of_another_is() -> None:
+    layers = [Layer("a", lambda: nn.Sequential(nn.Linear(3, 3))), Layer("a.0", lambda: nn.Linear(3, 3))]
+    with pytest.raises(ConfigError, match=r"a\.0\.weight of layer 'a' has a name of layer 'a\.0'"):
+        LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse)

@@ -70,6 +70,8 @@ CLASSES = torch.arange(1.0, WIDTH + 1)
         (partial(F.cross_entropy, ignore_index=0), "skips targets of 0"),
         (nn.NLLLoss(weight=CLASSES), r"pass weight=lambda targets: class_weights\[targets\]"),
         (partial(F.cross_entropy, weight=CLASSES), "weighs its classes"),
+        (torch.compile(nn.CrossEntropyLoss(weight=CLASSES), backend="eager"), "weighs its classes"),
+        (nn.CrossEntropyLoss(weight=CLASSES).forward, "weighs its classes"),
     ],
 )
 def test_a_cross_entropy_whose_mean_is_over_something_else_is_refused(loss: Callable[..., Any], words: str) -> None:
