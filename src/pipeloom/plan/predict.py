@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stages, problems
@@ -90,7 +89,6 @@ class Planner:
     measured_layers: MeasuredLayers | None = None
     factors: tuple[tuple[float, float], ...] = ()
     _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _estimators: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def row(self) -> float:

@@ -11,7 +11,7 @@ from pipeloom.draw.tables import Table
 from pipeloom.errors import CapacityError, UsageError, did_you_mean
 from pipeloom.plan.memory import RankMemory
 from pipeloom.plan.predict import LayoutCosts, Planner
-from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest, fastest_elsewhere, search
+from pipeloom.plan.search import Estimate, LayoutPlan, PlanRequest, fastest, search
 from pipeloom.plan.time import StepTime
 from pipeloom.plan.time import device as device_named
 from pipeloom.shapes.hub import load as load_model
@@ -207,8 +207,8 @@ def what_if(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> list[st
     less = replace(request, memory=0.9 * request.memory)
     lines = []
     for words, other in (
-        ("links half as fast", fastest_elsewhere(slower, request, plan)),
-        ("a tenth less memory", fastest(planner, less, plan.estimates, long=1.0)),
+        ("links half as fast", fastest(slower, request, plan)),
+        ("a tenth less memory", fastest(planner, less, plan)),
     ):
         if other is None:
             lines.append(f"with {words}: nothing fits")

@@ -180,7 +180,7 @@ def test_a_dry_run_predicts_the_same_step(name, chunks, tmp_path):
 def test_the_search_pairs_where_experts_are_on_other_ranks():
     request = PlanRequest(64, H100.memory, 96, 4096, OFFERED["pipeloom"], recompute=("none",), fixed={"pp": 4})
     plan = search(planner(), request)
-    paired = [each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED]
+    paired = [each.layout for each in plan.space.every() if each.layout.schedule in OVERLAPPED]
     assert paired
     assert min(layout.ep for layout in paired) > 1
     assert all(layout.m >= 2 * layout.pp for layout in paired if layout.schedule == "dualpipev")
@@ -205,7 +205,7 @@ def test_neighbours_have_pairs_or_not_and_keep_them_with_more_chunks():
 def test_megatron_pairs_interleaved_schedules_without_full_recomputation():
     request = PlanRequest(64, H100.memory, 512, 4096, OFFERED["megatron"], fixed={"pp": 4, "ep": 16, "m": 32})
     plan = search(planner(runtime="megatron"), request)
-    paired = {each.layout for each in plan.estimates if each.layout.schedule in OVERLAPPED}
+    paired = {each.layout for each in plan.space.every() if each.layout.schedule in OVERLAPPED}
     assert {(layout.schedule, layout.recompute == "full") for layout in paired} == {("interleaved-overlap", False)}
     prediction = planner(runtime="megatron").predict(with_schedule("interleaved-overlap"))
     flags = written(prediction, planner(runtime="megatron"), "megatron")[0].split()
