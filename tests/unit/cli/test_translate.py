@@ -110,7 +110,7 @@ def test_an_older_toml_of_torchtitan_is_read_and_said_to_be_old() -> None:
 def test_layout_takes_the_words_and_lists_them(word: str) -> None:
     layout = f"tp=2,pp=4,v=2,m=8,ep=2,dp=2,schedule=interleaved,{word}"
     runtime = "pipeloom" if word == "ep_chunks=2" else "megatron"
-    result = plan(layout, "--runtime", runtime, "--json", model="qwen3-30b-a3b")
+    result = plan(layout, "--runtime", runtime, "--json", "--memory", "100", model="qwen3-30b-a3b")
     assert result.exit_code == 0, result.exception
     assert word.partition("=")[0] in run("plan", "--help").stdout
 
