@@ -86,7 +86,7 @@ class PlanFlags:
         None,
         "KEY=N,…",
         "Predict this layout only: dp, tp, cp, pp, ep, etp, v, m, micro_batch, seq, zero, recompute, offload, schedule, group, "
-        "slices, vocabulary, capacity, cut, grads, recompute_layers.",
+        "slices, vocabulary, capacity, cut, grads, recompute_layers, ep_chunks.",
     )
     fixed: str | None = flag(None, "KEY=N,…", "Search only layouts with these values, such as tp=8,cp=1.")
     stages: str | None = flag(None, "TEXT", "Layers of each stage of --layout, such as 'Et*3|(tt|)*29L'.")

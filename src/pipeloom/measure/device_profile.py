@@ -57,11 +57,11 @@ def profiled(
     links = copy_times(device, repeats)
     processes = dist.get_world_size() if dist.is_initialized() else 1
     if processes > 1:
-        with waiting("links to be measured", "evaluation"):
+        with waiting("links to be measured", "measurement"):
             mesh = Mesh.of(layout.mesh) if layout.world_size == processes else None
             links += link_times(mesh, device, repeats)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, threads: {torch.get_num_threads()}"
-    with waiting("layers to be measured", "evaluation"):
+    with waiting("layers to be measured", "measurement"):
         sizes = split_layer_bytes(layout)
         parts = (part for each in sizes for part in each.parts if "+" not in part)
         names = list(dict.fromkeys(parts))  # in the order of their first calls

@@ -541,7 +541,7 @@ def test_a_suspended_process_blames_nobody(clock: Clock) -> None:
     assert run.dogs[0].state().seconds == 5.0
 
 
-@pytest.mark.parametrize("phase", ["search", "data"])
+@pytest.mark.parametrize("phase", ["search", "measurement", "data"])
 def test_what_takes_long_is_no_stall(phase: str, capsys: pytest.CaptureFixture[str], clock: Clock) -> None:
     """A search, and a tokenizer, which may keep its process from answering."""
     run = Run(3, timeout=60.0)

@@ -104,10 +104,13 @@ def test_an_older_toml_of_torchtitan_is_read_and_said_to_be_old() -> None:
     assert "parallelism.future_option is not known" in result.stderr
 
 
-@pytest.mark.parametrize("word", ["etp=1", "grads=bf16", "capacity=1.5", "cut=even", "offload=core_attn", "group=8"])
+@pytest.mark.parametrize(
+    "word", ["etp=1", "grads=bf16", "capacity=1.5", "cut=even", "offload=core_attn", "group=8", "ep_chunks=2"]
+)
 def test_layout_takes_the_words_and_lists_them(word: str) -> None:
     layout = f"tp=2,pp=4,v=2,m=8,ep=2,dp=2,schedule=interleaved,{word}"
-    result = plan(layout, "--runtime", "megatron", "--json", model="qwen3-30b-a3b")
+    runtime = "pipeloom" if word == "ep_chunks=2" else "megatron"
+    result = plan(layout, "--runtime", runtime, "--json", "--memory", "100", model="qwen3-30b-a3b")
     assert result.exit_code == 0, result.exception
     assert word.partition("=")[0] in run("plan", "--help").stdout
 
@@ -127,6 +130,17 @@ def test_every_csv_of_a_schedule_names_the_words_that_place_its_stages(command: 
     assert result.stdout.startswith("0F0,")
     assert result.stderr.endswith(f"--parallelism.pipeline-parallel-schedule {word}\n" if word else "")
     assert bool(word) == ("torchtitan places" in result.stderr)
+
+
+def test_rows_padded_to_a_capacity_are_kept() -> None:
+    more = "--num-experts 8 --moe-router-topk 2 --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity"
+    script = MEGATRON.replace("--bf16", f"--bf16 {more}")
+    again = run("translate", "-", "--to", "megatron", text=script)
+    assert "--moe-pad-expert-input-to-capacity" in again.stdout.split()
+    ours = run("translate", "-", "--to", "pipeloom", text=script).stdout
+    assert "capacity_factor = 1.25\npad_to_capacity = true\n" in ours
+    plain = run("translate", "-", "--to", "pipeloom", text=script.replace("--moe-pad-expert-input-to-capacity", ""))
+    assert "pad_to_capacity" not in plain.stdout
 
 
 def test_experts_without_a_width_are_no_division_by_zero() -> None:

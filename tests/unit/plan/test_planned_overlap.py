@@ -11,7 +11,7 @@ from pipeloom.errors import UsageError
 from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import OVERLAPPED, _schedules, estimate, neighbouring
+from pipeloom.plan.search import OVERLAPPED, _Estimator, _schedules, estimate, neighbouring
 from pipeloom.plan.time import EXCHANGE_SHARE, AxisRates, StageSeconds, with_pairs
 from pipeloom.schedule import Costs
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, length, run_block
@@ -131,11 +131,14 @@ def test_other_runtimes_have_no_chunks():
 
 def test_the_search_plans_chunks_where_they_are_fixed():
     request = PlanRequest(64, H100.memory, 96, 4096, ("1f1b",), recompute=("none",), fixed={"pp": 4, "ep": 16})
-    both = planner()  # whose estimates are kept
-    plain, chunks = (search(both, replace(request, fixed=request.fixed | more)) for more in ({}, {"ep_chunks": 4}))
-    assert chunks.best.layout.ep_chunks == 4
-    assert chunks.best.step.total < plain.best.step.total
-    assert chunks.estimates[0].seconds < plain.estimates[0].seconds
+    plain, chunks = (
+        search(planner(), replace(request, fixed=request.fixed | more)).best for more in ({}, {"ep_chunks": 4})
+    )
+    assert chunks.layout.ep_chunks == 4
+    assert chunks.step.total < plain.step.total
+    estimator = _Estimator(planner())  # which keeps the times of layers
+    layouts = [replace(chunks.layout, ep_chunks=count) for count in (1, 4)]
+    assert estimator.estimate(layouts[0]).seconds > estimator.estimate(layouts[1]).seconds
 
 
 @pytest.mark.parametrize("name", CHUNKS)

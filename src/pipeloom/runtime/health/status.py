@@ -66,6 +66,7 @@ _PHASES = {  # seconds; longer than any of them takes without a fault, also on a
     "first step": 300.0,
     "evaluation": 300.0,
     "search": 330.0,
+    "measurement": 330.0,
     "save": 900.0,
     "load": 900.0,
     "device": 300.0,  # a GPU may lag behind its host by most of a step

@@ -432,7 +432,8 @@ class Watchdog:
         elif (
             elapsed > NOTICE_SECONDS
             and limit > NOTICE_SECONDS
-            and status.phase not in ("search", "data")  # take long, and a tokenizer may hold Python's global lock
+            and status.phase
+            not in ("search", "measurement", "data")  # take long, and a tokenizer may hold Python's global lock
             and self._noticed != status.since
             and now - self._heard_notice > NOTICE_SECONDS
         ):
