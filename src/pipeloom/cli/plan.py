@@ -359,9 +359,9 @@ def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, {request.sequences} "
         f"sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
-        f"{len(plan.estimates):,} layouts estimated: {plan.discarded:,} are too large, {plan.predicted} were predicted from "
-        "their schedules, and the others are slower. Below, with the tokens/s of one device, each is slower and smaller than the "
-        "one above:",
+        "{sizes:,} sizes of the axes: {too_slow:,} too slow by their work alone, {too_large:,} too large on the mean rank. "
+        "Of the others {estimated:,} layouts were estimated, and {predicted} predicted from their schedules. Below, with the "
+        "tokens/s of one device, each is slower and smaller than the one above:".format_map(plan.looked_at),
         *in_blocks(table(plan.pareto[:_ROWS])),
         advice(plan),
         "",

@@ -74,12 +74,14 @@ def write(
     model |= {"capacity_factor": layout.capacity} if layout.capacity else {}
     if shape.num_experts and not source:
         model |= {"aux_loss_coef": shape.aux_loss_coef, "z_loss_coef": shape.z_loss_coef}
+    model |= {"pad_to_capacity": True} if shape.pad_to_capacity else {}
     stages = layout.stages or even_stages(shape.num_hidden_layers, 1, ahead)
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "parallel": {axis: getattr(layout, axis) for axis in ("pp", "dp", "tp", "cp", "zero", "ep")}
         | {"sp": layout.tp > 1, "ep_nodes": ep_nodes}
         | {"stages": layout_string(stages, ahead)}
+        | ({"ep_chunks": layout.ep_chunks} if layout.ep_chunks > 1 else {})
         | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
-from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stages, problems
@@ -90,7 +89,6 @@ class Planner:
     measured_layers: MeasuredLayers | None = None
     factors: tuple[tuple[float, float], ...] = ()
     _predictions: dict[PlannedLayout, LayoutCosts] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _estimators: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def row(self) -> float:
@@ -205,9 +203,12 @@ class Planner:
         return self._predicted(layout, schedule)
 
     def _predicted(self, layout: PlannedLayout, searched: Schedule | None = None) -> LayoutCosts:
-        if layout.vocabulary == "pp" and self.runtime.name != "pipeloom":
+        other = self.runtime.name if self.runtime.name != "pipeloom" else ""
+        if other and layout.vocabulary == "pp":
+            raise UsageError(f"vocabulary=pp: {other} does not spread the output layer; nearest: vocabulary=last")
+        if other and layout.ep_chunks > 1:
             raise UsageError(
-                f"vocabulary=pp: {self.runtime.name} does not spread the output layer; nearest: vocabulary=last"
+                f"ep_chunks={layout.ep_chunks}: {other} does not cut a micro-batch's exchange with experts; nearest: ep_chunks=1"
             )
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))

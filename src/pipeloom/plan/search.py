@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
+from heapq import heapify, heappop, heappush
+from itertools import count, product
 from operator import add, sub
 from typing import Any
 
@@ -34,14 +37,14 @@ OFFERED = {
     "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
     "pipeloom": tuple(CHUNKS),
 }
-_SPREAD = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "recompute")
+_SIZES = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "slices", "vocabulary")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
 LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
-REPEATED = 4 / 3  # times the seconds of a step that recomputes nothing: at most those of one that recomputes all
 CORRECTIONS = 3  # times that the number of recomputed blocks is chosen: from an estimate, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
+SLOWEST = 2  # times the seconds of the fastest layout: of those that need less memory
 SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
@@ -136,22 +139,15 @@ class LayoutPlan:
     Attributes:
         predictions: layouts that fit, the fastest first: the fastest with and without a pipeline, what was predicted on the way
             to them, and some that need less memory.
-        estimates: all layouts of the space.
-        discarded: the number of those whose estimated bytes are too many.
+        space: what was looked at.
         too_large: layouts that were predicted and do not fit.
         smallest: where none fits, the prediction with the least memory.
     """
 
     predictions: tuple[LayoutCosts, ...]
-    estimates: tuple[Estimate, ...]
-    discarded: int
-    too_large: frozenset[PlannedLayout]
+    space: Space
+    too_large: frozenset[PlannedLayout] = frozenset()
     smallest: LayoutCosts | None = None
-
-    @property
-    def predicted(self) -> int:
-        """The number of layouts that were predicted; those not discarded either are slower by their estimates."""
-        return len(self.predictions) + len(self.too_large)
 
     @property
     def best(self) -> LayoutCosts:
@@ -159,8 +155,15 @@ class LayoutPlan:
 
     @property
     def looked_at(self) -> dict[str, int]:
-        """Numbers of layouts: estimated, discarded for their bytes, and predicted; the others are slower by their estimates."""
-        return {"estimated": len(self.estimates), "too_large": self.discarded, "predicted": self.predicted}
+        """Numbers: sizes of the axes, too slow by their work, too large on the mean rank; layouts estimated, and predicted."""
+        space = self.space
+        return {
+            "sizes": len(space.bounds),
+            "too_slow": len(space.bounds) - len(space.looked_at),
+            "too_large": sum(space.is_too_large(sizes) for sizes in space.looked_at),
+            "estimated": len(space.known),
+            "predicted": len(self.predictions) + len(self.too_large),
+        }
 
     @property
     def pareto(self) -> list[LayoutCosts]:
@@ -172,11 +175,128 @@ class LayoutPlan:
         return frontier
 
 
-def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = ()) -> LayoutPlan:
+class Space:
+    """The layouts of a request by sizes of their axes, of which only those are estimated whose work allows a fast step.
+
+    Attributes:
+        bounds: sizes of the axes, with slices and the place of the output layer -> the least seconds of their steps.
+        looked_at: the sizes whose work allows to be the fastest.
+        known: layout -> its estimate, where there was one.
+    """
+
+    def __init__(self, planner: Planner, request: PlanRequest, earlier: Space | None = None) -> None:
+        """The space of `request`; `earlier`: one in which no layout is slower, and as many fit."""
+        self.planner, self.request, self.looked_at = planner, request, set[PlannedLayout]()
+        self._estimator, self.known = _Estimator(planner), dict[PlannedLayout, Estimate]()
+        if earlier is None:
+            self.bounds = {each: self.least_seconds(each, "none") for each in _sizes(planner, request)}
+        else:
+            self.bounds = earlier.bounds
+            if planner is earlier.planner:
+                self._estimator, self.known = earlier._estimator, earlier.known
+
+    def estimate(self, layout: PlannedLayout) -> Estimate:
+        """The estimate of one layout."""
+        if layout not in self.known:
+            self.known[layout] = self._estimator.estimate(layout)
+        return self.known[layout]
+
+    def is_close(self, estimate: Estimate) -> bool:
+        return estimate.memory <= CLOSE * self.request.memory
+
+    def least_bytes(self, sizes: PlannedLayout) -> float:
+        """The bytes of the mean rank with the highest ZeRO level, where all is recomputed that may be."""
+        return self._estimator.least_bytes(
+            replace(sizes, recompute=self.request.recompute[-1], zero=self.request.zero[-1])
+        )
+
+    def is_too_large(self, sizes: PlannedLayout) -> bool:
+        return self.least_bytes(sizes) > CLOSE * self.request.memory
+
+    def of(self, sizes: PlannedLayout, recompute: str) -> Iterator[Estimate]:
+        """Estimates with these sizes: of a higher ZeRO level where it is faster, or the lower one may not leave room."""
+        for cut in _cuts(self.planner, self.request, replace(sizes, recompute=recompute)):
+            best = Estimate(cut, math.inf, math.inf)  # of the lower levels
+            for zero in self.request.zero[:1] if cut.dp * cut.cp == 1 else self.request.zero:
+                estimate = self.estimate(replace(cut, zero=zero))
+                if estimate.seconds < best.seconds or best.memory > ROOM * self.request.memory:
+                    best = estimate
+                    yield estimate
+
+    def every(self) -> Iterator[Estimate]:
+        """The estimates of all layouts, but for blocks that are recomputed in part."""
+        for sizes in self.bounds:
+            yield from self.estimates(sizes)
+
+    def estimates(self, sizes: PlannedLayout) -> Iterator[Estimate]:
+        """Those of the layouts with these sizes."""
+        for recompute in self.request.recompute:
+            yield from (each for each in self.of(sizes, recompute) if self.request.allows(each.layout))
+
+    def recomputed(self, bare: Estimate) -> Iterator[Estimate | _Partial]:
+        """A layout that does not fit, with what may be recomputed so that it may."""
+        for recompute in self.request.recompute[self.request.recompute[0] == "none" :]:
+            some = self.estimate(replace(bare.layout, recompute=recompute))
+            if self.is_close(some) and self.request.allows(some.layout) and _is_offered(self.planner, some.layout):
+                yield some
+                if recompute == "full" and self.request.partial:
+                    yield _Partial(self, bare, some)
+
+    def least_seconds(self, sizes: PlannedLayout, recompute: str) -> float:
+        """The mean rank's work with all that pairs can hide, and half of what it waits for the others; infinite: no schedule."""
+        cuts = list(_cuts(self.planner, self.request, sizes))
+        work, share, hidden = self._estimator.mean_work(replace(sizes, recompute=recompute, zero=self.request.zero[0]))
+        ramps = max((_ramps(each) for each in cuts), default=0)
+        if not ramps:
+            return math.inf
+        return sizes.m * work - max(0, sizes.m - sizes.pp) * hidden + (sizes.pp - 1) / 2 * (work - share) / ramps
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """A layout of which not all blocks need be recomputed: its estimates with none and with all of them."""
+
+    space: Space
+    bare: Estimate
+    full: Estimate
+
+    @property
+    def seconds(self) -> float:
+        """Of the share of the blocks that must be recomputed at the least."""
+        (a, b), memory = (self.bare, self.full), CLOSE * self.space.request.memory
+        share = max(0.0, a.memory - memory) / (a.memory - b.memory) if a.memory > b.memory else 1.0
+        return a.seconds + min(1.0, share) * (b.seconds - a.seconds)
+
+    @property
+    def blocks(self) -> int:
+        """Of the largest stage, about."""
+        return -(-self.space.planner.shape.num_hidden_layers // (self.full.layout.pp * self.full.layout.v))
+
+    def of(self, count: int) -> Estimate:
+        """The estimate with so many blocks of each stage recomputed."""
+        return self.space.estimate(replace(self.full.layout, recompute_layers=count))
+
+    def fewest(self) -> Estimate | None:
+        """The estimate with the fewest blocks that fit; None: recomputing some of them is not enough."""
+        counts = range(1, self.blocks)
+        at = bisect_left(counts, -self.space.request.memory, key=lambda number: -self.of(number).memory)
+        some = self.of(counts[min(at, len(counts) - 1)]) if counts else None
+        return some if some is not None and self.space.is_close(some) else None
+
+    def corrected(self, prediction: LayoutCosts) -> Estimate:
+        """The estimate with as many blocks as the bytes of a prediction leave room for."""
+        saved = (self.bare.memory - self.full.memory) / self.blocks
+        excess = prediction.peak - self.space.request.memory
+        number = prediction.layout.recompute_layers + math.ceil(excess / saved) if saved > 0 else self.blocks
+        return self.of(max(1, min(number, self.blocks - 1)))
+
+
+def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
-    Branch and bound: estimated seconds are a lower bound, but for `LONG`, and layouts are predicted in their order until the next
-    estimate is above the best prediction. So more memory, devices' memory or space gives no slower layout where estimates hold.
+    Branch and bound: sizes of the axes are looked at in the order of their work, their layouts in that of their estimated
+    seconds, a lower bound but for `LONG`, until the next one is above the best prediction. So more memory, devices' memory or
+    space gives no slower layout where estimates hold.
 
     >>> from pipeloom import plan
     >>> planner = plan.Planner(plan.load_model("llama3-8b"), plan.load_device("h100"), plan.RUNTIMES["pipeloom"])
@@ -184,78 +304,67 @@ def search(planner: Planner, request: PlanRequest, estimates: Sequence[Estimate]
     >>> best = search(planner, request).predictions[0]
     >>> best.layout.dp, best.layout.pp, best.peak < request.memory
     (2, 2, True)
-
-    Args:
-        estimates: of an earlier search, which differed in `request.memory` at most.
     """
-    estimates = estimates or _sorted_estimates(planner, request)
-    if not estimates:
+    space = Space(planner, request)
+    if not any(True for _ in space.every()):
         raise UsageError(_no_layout(planner, request))
-    close = _close(estimates, request)
-    known: list[LayoutCosts] = []
-    for pipelined in (False, True):
-        known += _all_but_slower(planner, request, [each for each in close if (each.layout.pp > 1) == pipelined])
+    known = [each for pipelined in (False, True) for each in _until_best(space, (pipelined,))]
     if _fitting(known, request):
-        known += _smaller(planner, request, close, known)
+        known += list(_smaller(space, known))
     else:
-        known += _predictions(planner, _smallest(planner, estimates))
+        known += _predictions(planner, _smallest(space))
     fitting = sorted(_fitting(known, request), key=lambda each: each.step.total)
     smallest = min(known, key=lambda each: each.peak, default=None)
     large = frozenset(each.layout for each in known) - {each.layout for each in fitting}
-    return LayoutPlan(tuple(fitting), tuple(estimates), len(estimates) - len(close), large, smallest)
+    return LayoutPlan(tuple(fitting), space, large, smallest)
 
 
-def fastest(
-    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate] = (), long: float = LONG
-) -> LayoutCosts | None:
-    """The first prediction of `search`, without the others; None where nothing fits. `long`: in place of `LONG`."""
-    close = _close(estimates or _sorted_estimates(planner, request), request)
-    known = _all_but_slower(planner, request, close, long)
-    return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
+def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = None) -> LayoutCosts | None:
+    """The first prediction of `search`, without the others; None where nothing fits.
 
-
-def fastest_elsewhere(planner: Planner, request: PlanRequest, plan: LayoutPlan) -> LayoutCosts | None:
-    """The layout that is estimated as the fastest with the slower links of `planner`, predicted.
-
-    No layout is faster than it was, so that all with a longer estimate in `plan` than the best takes now are out.
+    Args:
+        plan: of a search with more memory, or with faster links: no layout is faster now. Estimates count as they are then.
     """
-    most = LONG * planner.predict(plan.best.layout).step.total
-    of = _Estimator.of(planner, request).estimate
-    close = [each for each in _close(plan.estimates, request) if each.layout not in plan.too_large]
-    longest = {True: REPEATED * most, False: most}  # where all blocks are recomputed, fewer may be
-    near = [of(each.layout) for each in close if each.seconds <= longest[each.layout.recompute == "full"]]
-    near.append(of(plan.best.layout))  # which is not among them where it recomputes some blocks
-    return fastest(planner, request, sorted(near, key=lambda each: each.seconds), long=1.0)
-
-
-def _sorted_estimates(planner: Planner, request: PlanRequest) -> list[Estimate]:
-    return sorted(_estimates(planner, request), key=lambda each: each.seconds)
-
-
-def _close(estimates: Iterable[Estimate], request: PlanRequest) -> list[Estimate]:
-    return [each for each in estimates if each.memory <= CLOSE * request.memory]
-
-
-def _all_but_slower(
-    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], long: float = LONG
-) -> list[LayoutCosts]:
-    """Predictions of the layouts that may be the fastest that fits, those with some blocks recomputed among them."""
-    known = list(_until_best(planner, request, estimates, long))
-    return [*known, *_partial(planner, request, estimates, known, long)]
+    if plan is None:
+        known, space, long = [], Space(planner, request), LONG
+    else:
+        best = [each.layout for each in plan.predictions if each.peak <= request.memory][:1]
+        known, space, long = [planner.predict(each) for each in best], Space(planner, request, plan.space), 1.0
+    known += _until_best(space, long=long, best=min((each.step.total for each in known), default=math.inf))
+    return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
 def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[LayoutCosts]:
     return [each for each in predictions if each.peak <= request.memory]
 
 
+class _Queue:
+    """Sizes, layouts and estimates by their least seconds."""
+
+    def __init__(self, bounds: Iterable[tuple[PlannedLayout, float]]) -> None:
+        self._order = count()
+        self._heap: list[tuple[float, int, Any]] = [(seconds, next(self._order), each) for each, seconds in bounds]
+        heapify(self._heap)
+
+    @property
+    def least(self) -> float:
+        """Seconds of the first one; infinite where there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def push(self, seconds: float, each: Any) -> None:
+        heappush(self._heap, (seconds, next(self._order), each))
+
+    def pop(self) -> Any:
+        return heappop(self._heap)[-1]
+
+
 def _until_best(
-    planner: Planner,
-    request: PlanRequest,
-    estimates: Sequence[Estimate],
-    long: float = LONG,
-    best: float = math.inf,
+    space: Space, pipelined: Collection[bool] = (False, True), long: float = LONG, best: float = math.inf
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
+
+    Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest by their estimates first, and then
+    as many as the bytes of the predictions leave room for.
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A step
     takes at least half as long beside its work as estimated, but for hundredths of a percent.
@@ -263,87 +372,69 @@ def _until_best(
     Args:
         best: seconds of the fastest prediction before.
     """
+    memory, queue = space.request.memory, _Queue(item for item in space.bounds.items() if (item[0].pp > 1) in pipelined)
     short: dict[tuple[object, ...], float] = {}
     exact: dict[PlannedLayout, float] = {}
-    for each in estimates:
-        if each.seconds >= long * best:
-            return
+    partial: dict[PlannedLayout, _Partial] = {}
+    tried: dict[PlannedLayout, set[Estimate]] = defaultdict(set)
+    while queue.least < long * best:
+        each = queue.pop()
+        if isinstance(each, PlannedLayout):
+            space.looked_at.add(each)
+            for estimate in () if space.is_too_large(each) else space.of(each, "none"):
+                queue.push(estimate.seconds, estimate)
+            continue
+        if isinstance(each, _Partial):
+            partial[each.full.layout] = each
+            if (fewest := each.fewest()) is not None:
+                queue.push(fewest.seconds, fewest)
+            continue
         layout, twin = each.layout, replace(each.layout, zero=0)
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
         likely, same = (each.seconds * ratio for ratio in (short.get(schedule, 1.0), ALIKE * exact.get(twin, 0.0)))
         if max(likely / long, same, (each.least + each.seconds) / 2) >= best:
             continue
-        for prediction in _predictions(planner, [each]):
-            seconds = prediction.step.total
+        fits = False
+        near = [each] if space.is_close(each) and space.request.allows(layout) else []
+        for prediction in _predictions(space.planner, near):
+            seconds, fits = prediction.step.total, prediction.peak <= memory
             exact[twin] = seconds / each.seconds
             short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
-            if prediction.peak <= request.memory:
+            if fits:
                 best = min(best, seconds)
             yield prediction
+            if layout.recompute_layers:
+                whole = replace(layout, recompute_layers=0)
+                tried[whole].add(each)
+                other = partial[whole].corrected(prediction)
+                if other not in tried[whole] and len(tried[whole]) < CORRECTIONS:
+                    queue.push(other.seconds, other)
+        if layout.recompute == "none" and not fits:
+            for changed in space.recomputed(each):
+                queue.push(changed.seconds, changed)
 
 
-def _partial(
-    planner: Planner,
-    request: PlanRequest,
-    estimates: Iterable[Estimate],
-    known: Iterable[LayoutCosts],
-    long: float = LONG,
-) -> Iterator[LayoutCosts]:
-    """Yield predictions of layouts that recompute as few blocks of each stage as fit, as far as one can be faster than `known`.
-
-    The fewest by the estimates are predicted first, and then as many as the bytes of these predictions leave room for.
-
-    Args:
-        estimates: those close to the memory; all blocks recomputed take at most `REPEATED` times as long as none.
-    """
-    best = min((each.step.total for each in _fitting(known, request)), default=math.inf)
-    estimator, tried = _Estimator.of(planner, request), set[PlannedLayout]()
-    # a layout that recomputes all blocks -> a number of them, and the bytes with so many
-    peaks: dict[PlannedLayout, tuple[int, float]] = {}
-    for each in estimates if request.partial else ():
-        layout = each.layout
-        if layout.recompute == "full" and not layout.recompute_layers and each.seconds <= REPEATED * best:
-            levels = [zero for zero in request.zero if zero > layout.zero and layout.dp * layout.cp > 1]
-            for whole in (layout, *(replace(layout, zero=zero) for zero in levels)):
-                bare = estimator.estimate(replace(whole, recompute="none"))
-                if CLOSE * bare.memory > request.memory and bare.seconds < long * best:
-                    peaks[whole] = 0, bare.memory
-    for _ in range(CORRECTIONS):
-        near = []
-        for whole, (count, peak) in peaks.items():
-            bare, full = (estimator.estimate(replace(whole, recompute=each)) for each in ("none", "full"))
-            blocks = -(-planner.shape.num_hidden_layers // (whole.pp * whole.v))
-            saved = (bare.memory - full.memory) / blocks
-            needed = max(1, count + math.ceil((peak - request.memory) / saved)) if saved > 0 else blocks
-            needed = min(needed, blocks - 1)  # what a block saves is the mean of stages that differ
-            some = replace(whole, recompute_layers=needed)
-            if needed and some not in tried and request.allows(some):
-                near.append(estimator.estimate(some))
-        predicted = list(_until_best(planner, request, sorted(near, key=lambda each: each.seconds), long, best))
-        yield from predicted
-        best = min([best, *(each.step.total for each in _fitting(predicted, request))])
-        tried |= {each.layout for each in predicted}
-        peaks = {
-            replace(each.layout, recompute_layers=0): (each.layout.recompute_layers, each.peak) for each in predicted
-        }
+def _smallest(space: Space) -> list[Estimate]:
+    """The estimates of the least memory, of sizes that were discarded by their mean rank too."""
+    sizes = sorted(space.bounds, key=space.least_bytes)[:SMALLEST]
+    estimates = [estimate for each in sizes for estimate in space.estimates(each)]
+    return sorted(estimates, key=lambda each: each.memory)[:SMALLEST]
 
 
-def _smallest(planner: Planner, estimates: Iterable[Estimate]) -> list[Estimate]:
-    """The estimates of the least memory, those that were discarded by their mean rank estimated whole."""
-    rough = sorted(estimates, key=lambda each: each.memory)[: 16 * SMALLEST]
-    whole = [estimate(planner, each.layout) if each.seconds == math.inf else each for each in rough]
-    return sorted(whole, key=lambda each: each.memory)[:SMALLEST]
-
-
-def _smaller(
-    planner: Planner, request: PlanRequest, estimates: Sequence[Estimate], known: Sequence[LayoutCosts]
-) -> Iterator[LayoutCosts]:
+def _smaller(space: Space, known: Collection[LayoutCosts]) -> Iterator[LayoutCosts]:
     """Yield predictions of a few layouts that need less memory than all faster ones."""
-    least, rows = min(each.peak for each in known), 0
-    for each in estimates:
-        spread = each.layout.vocabulary == "pp"  # takes as long as the rest of the search
-        if rows < SMALLER_ROWS and each.memory < SMALLER * least and not spread:
-            for prediction in _predictions(planner, [each]):
+    # a spread output layer takes as long as the rest of the search
+    sizes = [each for each in space.bounds if each.vocabulary == "last"]
+    rows, queue = 0, _Queue((each, space.least_seconds(each, space.request.recompute[-1])) for each in sizes)
+    least, most = min(each.peak for each in known), SLOWEST * min(each.step.total for each in known)
+    while rows < SMALLER_ROWS and queue.least < most:
+        each = queue.pop()
+        if isinstance(each, PlannedLayout):
+            if space.least_bytes(each) < SMALLER * least:
+                for estimate in space.of(each, space.request.recompute[-1]):
+                    queue.push(estimate.seconds, estimate)
+        elif each.memory < SMALLER * least and space.request.allows(each.layout):
+            for prediction in _predictions(space.planner, [each]):
                 least, rows = min(least, prediction.peak), rows + 1
                 yield prediction
 
@@ -364,7 +455,7 @@ def _no_layout(planner: Planner, request: PlanRequest) -> str:
         return sum(has == value for has, value in pairs), -sum(abs(has - value) for has, value in numbers)
 
     words = f"{planner.shape.name} on {request.devices} devices with {request.sequences} sequences a step"
-    layouts = [each.layout for each in _estimates(planner, replace(request, fixed={}))] if request.fixed else []
+    layouts = [each.layout for each in Space(planner, replace(request, fixed={})).every()] if request.fixed else []
     if not layouts:
         fewer = 1 << (request.devices.bit_length() - 1)
         return f"--devices {request.devices}: there is no layout of {words}; nearest: a power of two, such as {fewer}"
@@ -391,7 +482,7 @@ def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> La
             float(getattr(other, name) != getattr(layout, name)) for name in ("schedule", "zero", "recompute")
         )
 
-    fitting = [each for each in _estimates(planner, request) if each.memory <= request.memory]
+    fitting = [each for each in Space(planner, request).every() if each.memory <= request.memory]
     near = sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))
     predictions = _predictions(planner, near[:SMALLEST])
     return next((each for each in predictions if each.peak <= request.memory), None)
@@ -471,8 +562,8 @@ def _powers(most: int) -> list[int]:
     return [1 << n for n in range(most.bit_length()) if 1 << n <= most]
 
 
-def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
-    """Every size of the axes that uses all devices, with every size of a micro-batch and what may be recomputed."""
+def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
+    """Every size of the axes that uses all devices, with every size of a micro-batch, slices, and place of the output layer."""
     shape, device = planner.shape, planner.device
     for tp in _powers(min(device.per_node, shape.num_attention_heads)):
         for cp in _powers(max(1, min(16, request.seq // PIECE_TOKENS))):
@@ -487,71 +578,30 @@ def _spreads(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                 expert_ranks = (
                     _powers(min(dp * cp * (tp if etp else 1), shape.num_experts)) if shape.num_experts else [1]
                 )
-                for micro_batch in (1, 2, 4):
+                # slices: with tokens enough for fast products
+                most = 1 if pp == 1 or request.capacity else max(1, request.seq // cp // SLICE_TOKENS)
+                cuts = product(
+                    (each for each in request.slices if each <= most), request.vocabulary[: 1 + (pp <= MOST_SHARES)]
+                )
+                for micro_batch, ep, (slices, vocabulary) in product((1, 2, 4), expert_ranks, [*cuts]):
                     if request.sequences % (dp * micro_batch):
                         continue
-                    for ep in expert_ranks:
-                        for recompute in request.recompute:
-                            layout = PlannedLayout(
-                                dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
-                                seq=request.seq, recompute=recompute, capacity=request.capacity, etp=etp,
-                            )  # fmt: skip
-                            if request.allows(layout, _SPREAD) and not problems(shape, layout):
-                                yield layout
-
-
-def _estimates(planner: Planner, request: PlanRequest) -> Iterator[Estimate]:
-    """Estimates of all layouts; where the mean rank of one has too many bytes, these alone, with the highest ZeRO level."""
-    estimator = _Estimator.of(planner, request)
-    for layout in _spreads(planner, request):
-        links = AxisRates.of(layout, planner.device, planner.shape)
-        levels = request.zero[:1] if layout.dp * layout.cp == 1 else request.zero
-        sums: dict[str, list[float]] = {}
-        for smallest in _cuts(planner, request, replace(layout, zero=max(levels))):
-            if smallest.vocabulary not in sums:
-                sums[smallest.vocabulary] = _model_sums(planner.layers(smallest))
-            least = _least_bytes(planner, smallest, sums[smallest.vocabulary])
-            if least > CLOSE * request.memory and request.allows(smallest):
-                yield Estimate(smallest, least, math.inf)
-                continue
-            best = Estimate(smallest, math.inf, math.inf)  # of the lower levels
-            for zero in levels:
-                candidate = smallest if zero == smallest.zero else replace(smallest, zero=zero)
-                if not request.allows(candidate):
-                    continue
-                estimate = estimator.estimate(candidate, links)
-                if estimate.seconds < best.seconds or best.memory > ROOM * request.memory:
-                    best = estimate
-                    yield estimate
+                    layout = PlannedLayout(
+                        dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
+                        seq=request.seq, capacity=request.capacity, etp=etp, slices=slices, vocabulary=vocabulary,
+                        ep_chunks=request.fixed.get("ep_chunks", 1),
+                    )  # fmt: skip
+                    if request.allows(layout, _SIZES) and not problems(shape, layout):
+                        yield layout
 
 
 def _cuts(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iterator[PlannedLayout]:
-    """A layout with every schedule, number of chunks and of slices, and place of the output layer."""
+    """A layout with every schedule and number of chunks."""
     for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
         for v in CHUNKS[name] if layout.pp > 1 else (1,):
-            if not _suits(planner, layout, name, v):
-                continue
-            for slices, vocabulary in product(_slices(request, layout, name), request.vocabulary):
-                if vocabulary == "last" or _can_spread(layout.pp, v, name, slices):
-                    cut = replace(layout, v=v, schedule=name, slices=slices, vocabulary=vocabulary)
-                    if vocabulary == "last" or not problems(planner.shape, cut):
-                        yield cut
-
-
-def _model_sums(layers: Sequence[LayerOps]) -> list[float]:
-    """Bytes that a micro-batch's blocks save, and parameters and trained ones (of all ranks, of experts) of a model's layers."""
-    last = len(layers) - 1 - (layers[-1].kind == "S")
-    rows = [(*layer.parameters, *layer.trained.parameters) for layer in layers]
-    return [sum(layer.saved for layer in layers[:last]), *map(sum, zip(*rows, strict=True))]
-
-
-def _least_bytes(planner: Planner, layout: PlannedLayout, sums: Sequence[float]) -> float:
-    """The bytes of the mean pipeline rank, given the model's `_model_sums`: what it holds, and what 1F1B saves at the least."""
-    saved, shared, experts, *trained = (each / layout.pp for each in sums)
-    groups = [(shared, trained[0], layout.dp * layout.cp), (experts, trained[1], layout.expert_replicas)]
-    alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)
-    held = sum(state_bytes(groups, 0.0, layout, planner.runtime)) + (1 + planner.runtime.margin) * saved * alive
-    return held + planner.runtime.workspace + planner.runtime.overhead
+            cut = replace(layout, v=v, schedule=name)
+            if _is_offered(planner, cut):
+                yield cut
 
 
 def _suits(planner: Planner, layout: PlannedLayout, name: str, v: int) -> bool:
@@ -580,14 +630,6 @@ def _is_offered(planner: Planner, layout: PlannedLayout) -> bool:
         and (layout.slices == 1 or name in IN_SLICES)
         and (layout.vocabulary == "last" or _can_spread(layout.pp, v, name, layout.slices))
     )
-
-
-def _slices(request: PlanRequest, layout: PlannedLayout, schedule: str) -> tuple[int, ...]:
-    """The numbers of slices to estimate: more than one for schedules of one chunk, with tokens enough for fast products."""
-    if layout.pp == 1 or schedule not in IN_SLICES or layout.capacity:
-        return request.slices[:1]
-    tokens = layout.seq // layout.cp
-    return tuple(count for count in request.slices if count == 1 or tokens >= count * SLICE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -640,10 +682,15 @@ class _Sums:
         hidden = tuple(each.hidden(each) for each in times)
         return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
 
+    @property
+    def shares(self) -> bool:
+        """The last layer is a rank's share of the output layer."""
+        return self.layers[-1].kind == "S"
+
     @cached_property
     def totals(self) -> list[tuple[float, ...]]:
         """The sums over the first layers of what `_Rank` sums, the share of the output layer left out."""
-        last = len(self.layers) - 1 - (self.layers[-1].kind == "S")
+        last = len(self.layers) - 1 - self.shares
         totals: list[tuple[float, ...]] = [(0.0,) * 9]
         for at, (layer, seconds, hidden) in enumerate(zip(self.layers, self.seconds, self.hidden, strict=True)):
             saved = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
@@ -651,24 +698,33 @@ class _Sums:
             totals.append(tuple(map(add, totals[-1], row)))
         return totals
 
-    def cut(self, ranks: int, chunks: int, *, vee: bool) -> _Cut:
-        """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank."""
-        shares = self.layers[-1].kind == "S"
-        of_stage = balanced(self.seconds[: len(self.seconds) - shares], ranks * chunks)
+    def cut(self, layout: PlannedLayout, bare: _Sums, share: float) -> _Cut:
+        """The layers in balanced stages, and these on ranks: in a loop, or back and forth; a share is on each rank.
+
+        Args:
+            bare: the layers without recomputation, as are those of a stage behind its first `recompute_layers` blocks.
+            share: of the model's blocks that are recomputed.
+        """
+        ranks, chunks = layout.pp, layout.v
+        mean = [(1 - share) * a + share * b for a, b in zip(bare.seconds, self.seconds, strict=True)]
+        of_stage = balanced(mean[: len(mean) - self.shares], ranks * chunks)
         sums, extra, start = [[0.0] * 9 for _ in range(ranks)], [0.0] * ranks, 0
-        peaks = [layer.backward_peak for layer in self.layers]
-        for rank, count in zip(named("vee" if vee else "loop", ranks, chunks), of_stage, strict=True):
-            end = start + count
-            sums[rank] = list(map(sub, map(add, sums[rank], self.totals[end]), self.totals[start]))
-            extra[rank] = max(extra[rank], *peaks[start:end])
+        peaks, bare_peaks = ([layer.backward_peak for layer in each.layers] for each in (self, bare))
+        line = "vee" if layout.schedule in BACK_AND_FORTH else "loop"
+        for rank, size in zip(named(line, ranks, chunks), of_stage, strict=True):
+            end = start + size
+            middle = min(end, max(start, 1) + layout.recompute_layers) if layout.recompute_layers else end
+            for totals, first, last in ((self.totals, start, middle), (bare.totals, middle, end)):
+                sums[rank] = list(map(sub, map(add, sums[rank], totals[last]), totals[first]))
+            extra[rank] = max(extra[rank], *peaks[start:middle], *bare_peaks[middle:end])
             start = end
         sums = [[*each, most] for each, most in zip(sums, extra, strict=True)]
-        if shares:
-            share, seconds = self.layers[-1], self.seconds[-1]
-            values = seconds, 0.0, 0.0, 0.0, 0.0, *share.parameters, *share.trained.parameters, share.saved
+        if self.shares:
+            output, seconds = self.layers[-1], self.seconds[-1]
+            values = seconds, 0.0, 0.0, 0.0, 0.0, *output.parameters, *output.trained.parameters, output.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
-        return _Cut(tuple(_Rank(*each) for each in sums), largest, shares * self.seconds[-1])
+        return _Cut(tuple(_Rank(*each) for each in sums), largest, self.shares * self.seconds[-1])
 
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
@@ -677,40 +733,67 @@ def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
 
 
 class _Estimator:
-    """Estimates of layouts of one request, which share the times of their layers and their cuts."""
+    """Estimates of layouts that share the times of their layers and their cuts."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self._sums: dict[tuple[object, ...], _Sums] = {}
         self._cuts: dict[tuple[object, ...], _Cut] = {}
 
-    @classmethod
-    def of(cls, planner: Planner, request: PlanRequest) -> _Estimator:
-        """The estimator of all requests to the planner for such sequences."""
-        return planner._estimators.setdefault((request.seq, request.capacity), cls(planner))  # type: ignore[no-any-return]
+    def estimate(self, layout: PlannedLayout) -> Estimate:
+        links = AxisRates.of(layout, self.planner.device, self.planner.shape)
+        key, sums = self._sums_of(layout, links)
+        place = (key, layout.pp, layout.v, layout.schedule in BACK_AND_FORTH, layout.recompute_layers)
+        if place not in self._cuts:
+            bare, share = sums, 1.0
+            if layout.recompute_layers:
+                _, bare = self._sums_of(replace(layout, recompute="none"), links)
+                share = layout.recomputed_share(self.planner.shape.num_hidden_layers, layout.pp * layout.v)
+            self._cuts[place] = sums.cut(layout, bare, share)
+        return _estimate(self.planner, layout, links, self._cuts[place])
 
-    def estimate(self, layout: PlannedLayout, links: AxisRates | None = None) -> Estimate:
-        if layout.recompute_layers:  # between none and all blocks of a stage
-            bare, full = (
-                self.estimate(replace(layout, recompute=each, recompute_layers=0)) for each in ("none", "full")
-            )
-            share = layout.recomputed_share(self.planner.shape.num_hidden_layers, layout.pp * layout.v)
-            memory, seconds = (
-                a + share * (b - a) for a, b in ((bare.memory, full.memory), (bare.seconds, full.seconds))
-            )
-            return Estimate(layout, memory, seconds)
-        links = links or AxisRates.of(layout, self.planner.device, self.planner.shape)
-        gathers = layout.dp if gathers_by_microbatch(layout, self.planner.runtime) else 0
+    def _sums_of(self, layout: PlannedLayout, links: AxisRates) -> tuple[tuple[object, ...], _Sums]:
+        """Return the sums of a layout's layers, and what they depend on."""
+        gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
-        axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.recompute
-        key = (*axes, links, gathers, layout.slices, shares)
+        axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
+        key = (
+            *axes,
+            layout.recompute,
+            layout.capacity,
+            layout.ep_chunks,
+            links.tp,
+            links.cp,
+            links.ep,
+            links.inside,
+            *gathers,
+        )
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
-        vee = layout.schedule in BACK_AND_FORTH
-        place = (key, layout.pp, layout.v, vee)
-        if place not in self._cuts:
-            self._cuts[place] = self._sums[key].cut(layout.pp, layout.v, vee=vee)
-        return _estimate(self.planner, layout, links, self._cuts[place])
+        return key, self._sums[key]
+
+    def mean_work(self, layout: PlannedLayout) -> tuple[float, float, float]:
+        """Seconds of a micro-batch on the mean rank, of which a share of the output layer takes; and those that pairs hide."""
+        _, sums = self._sums_of(layout, AxisRates.of(layout, self.planner.device, self.planner.shape))
+        share, p = sums.shares * sums.seconds[-1], layout.pp
+        return (sum(sums.seconds) + (p - 1) * share) / p, share, sum(sums.hidden) / p
+
+    def least_bytes(self, layout: PlannedLayout) -> float:
+        """The bytes of the mean pipeline rank: what it holds, and what 1F1B saves at the least."""
+        runtime = self.planner.runtime
+        _, sums = self._sums_of(replace(layout, zero=0), AxisRates.of(layout, self.planner.device, self.planner.shape))
+        _, _, saved, _, _, *counts = (each / layout.pp for each in sums.totals[-1])
+        replicas = layout.dp * layout.cp, layout.expert_replicas
+        groups = list(zip(counts[:2], counts[2:], replicas, strict=True))
+        alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)
+        held = sum(state_bytes(groups, 0.0, layout, runtime)) + (1 + runtime.margin) * saved * alive
+        return held + runtime.workspace + runtime.overhead
+
+
+def _ramps(layout: PlannedLayout) -> int:
+    """By how much the ramps of a schedule are shorter than 1F1B's."""
+    split = OVERLAPPED.get(layout.schedule, layout.schedule) in ("zbv", "zb-h1")
+    return layout.v * layout.slices * (3 if split else 1)
 
 
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
@@ -718,14 +801,15 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     behind it twice, before its first backward and its last, as long as the p - r - 1 other micro-batches there do not fill.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
-    p + (p - 1 - 2 r) / v; zbv p; zb-h1 as many as 1F1B, and what r / k of them need for W. The last layer keeps one. With pairs
+    p + (p - 1 - 2 r) / v; zbv p, or what r + 1 of them need for W and half of those behind it save; zb-h1 as many as 1F1B, and
+    what r / k of them need for W, or one more where that is larger. The last layer keeps one. With pairs
     all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
     frees. A spread output layer keeps a forward more.
     """
     p, v, m, slices, runtime = layout.pp, layout.v, layout.m, layout.slices, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
     paired = plain != layout.schedule
-    pairs, ramps = paired * max(0, m - p), v * slices * (3 if plain in ("zbv", "zb-h1") else 1)
+    pairs, ramps = paired * max(0, m - p), _ramps(layout)
     chain = [rank.seconds - cut.share for rank in cut.ranks]  # all shares are computed at once
     longest, before, after = 0.0, 0.0, sum(chain)
     for at, (rank, mine) in enumerate(zip(cut.ranks, chain, strict=True)):
@@ -747,15 +831,21 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
         if rank is first and plain not in ("zbv", "zb-h1"):  # first to compute, and last
             hidden = rank.seconds * runtime.hides_state
             waits = max(0.0, sums - 2 / 3 * hidden) / v + max(0.0, gathers - hidden / 3) / v
-        for at in places if plain == "zb-h1" else places[:1]:  # earlier ranks keep no less
+        for at in places if plain in ("zbv", "zb-h1") else places[:1]:  # earlier ranks keep no less
             if plain == "interleaved":
                 alive = p + (p - 1 - 2 * at) / v
             else:
                 alive = p if plain == "zbv" else (1 + paired) * (1 + (p - at - 1) / slices)
             alive = min(m, alive + spread)
-            held = rank.saved * alive + rank.output + rank.extra / slices
+            held, extra = rank.saved * alive + rank.output, rank.extra / slices
             if plain == "zb-h1":
                 held += rank.pending * min(m - alive, at / slices)
+                extra = max(extra, (rank.pending - rank.saved) / slices)
+            elif plain == "zbv":
+                held -= max(0.0, rank.saved - rank.pending) * max(0.0, alive - (m + 1 + at) / 2)
+                late = rank.pending * max(0, at + min(1, m - p)) + rank.saved * min(m, p - at - 1) / 2
+                extra = max(extra, late / (1 + paired) - rank.saved * alive)
+            held += extra
             memory = max(memory, state + (1 + runtime.margin) * held)
     memory += runtime.workspace + runtime.overhead
     alone = optimizer + planner.device.host

@@ -64,7 +64,7 @@ def test_the_search_slices_long_sequences_and_only_if_it_may(planner):
 
 def test_short_slices_and_capacities_are_not_searched(planner):
     request = PlanRequest(8, 80e9, 8, 2048, ("1f1b",), slices=(1, 2, 4), fixed={"pp": 4, "dp": 2})
-    assert {each.layout.slices for each in search(planner, request).estimates} == {1, 2}
+    assert {each.layout.slices for each in search(planner, request).space.every()} == {1, 2}
     assert (
         "capacity=1.0: it counts choices of whole sequences, which slices or context parallelism cut; nearest: 0"
         in problems(load_model("mixtral-8x7b"), replace(sliced(2), capacity=1.0))[0]
