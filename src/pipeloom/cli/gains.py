@@ -152,9 +152,12 @@ class JobGain:
                 f"the best run that changes lead to saves {most:.1f} % of the step" if most else "no change is faster"
             )
             return [*lines, f"nothing worth changing: {words}, and {100 * least:.1f} % would be ({source})"]
-        words = f"change, which saves {100 * self.gain(self.best):.1f} % of the step and needs"
+        saves = 100 * self.gain(self.best)
+        words = (
+            f"change, which saves {saves:.1f} % of the step and" if saves > 0 else "change, so that the job fits: it"
+        )
         room = f"{gib(self.best.prediction.peak)} of {gib(self.space.memory)} GiB"
-        lines.append(f"{words} {room} ({self._reason(self.best)}):")
+        lines.append(f"{words} needs {room} ({self._reason(self.best)}):")
         return [*lines, *(f"  {line}" for line in diff_lines(job, self.best.job))]
 
 

@@ -73,7 +73,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
             overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
             grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
-            use-rotary-position-embeddings checkpoint-activations use-checkpoint-args""",
+            use-rotary-position-embeddings checkpoint-activations use-checkpoint-args merge-file""",
         list: "recompute-modules offload-modules cp-comm-type rampup-batch-size",
     }.items()
     for name in names.split()
@@ -90,7 +90,7 @@ _HARMLESS = """
     deepspeed-activation-checkpointing dist-* distributed-* empty-unused-memory-level enable-experimental end-weight-decay
     eod-* eval-* exit-* finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
     gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr lr-* manual-gc*
-    merge-file min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
+    min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
     moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
     moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-* no-check-for-nan*
     no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
@@ -197,8 +197,9 @@ def _shape(values: Mapping[str, Any], unknown: list[str]) -> DecoderShape | None
     if padded := get("padded-vocab-size"):
         sizes["vocab_size"] = padded
     else:
+        tokenizer = get("tokenizer-type") or ("GPT2BPETokenizer" if get("merge-file") else "")
         if "vocab_size" not in sizes:
-            sizes["vocab_size"] = _VOCABULARIES.get(get("tokenizer-type") or "", 128_256)
+            sizes["vocab_size"] = _VOCABULARIES.get(tokenizer, 128_256)
             unknown.append(f"--vocab-size is not given (the tokenizer has it): {sizes['vocab_size']:,} is assumed")
         multiple = (get("make-vocab-size-divisible-by") or 128) * (get("tensor-model-parallel-size") or 1)
         sizes["vocab_size"] = -(-sizes["vocab_size"] // multiple) * multiple

@@ -35,6 +35,7 @@ _SUFFIXES = (".json", ".json.gz")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _SINGLE = re.compile(r"(Forward|Backward) (\d{1,7})")
 _NUMBER = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})", re.IGNORECASE)
+_APART = ("B", "E", "b", "e", "S", "F")  # phases of an event that is only the begin or the end of something
 _MOST_BYTES = 32 * SCHEDULE_BYTES
 
 
@@ -164,7 +165,15 @@ def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise UsageError(f"{path}: traceEvents is not a list")
-    return [event for event in events if isinstance(event, dict) and event.get("ph") in ("X", "C")]
+    events = [event for event in events if isinstance(event, dict)]
+    for event in events:
+        phase, name = str(event.get("ph")), str(event.get("name", ""))
+        if phase in _APART and _cell_of(name, 0) is not None:
+            raise UsageError(
+                f"{path}: the action {name!r:.60} begins and ends in events of their own (ph {phase!r}); record complete ones "
+                "(ph 'X', with dur)"
+            )
+    return [event for event in events if event.get("ph") in ("X", "C")]
 
 
 def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Row]:

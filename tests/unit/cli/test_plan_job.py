@@ -57,6 +57,14 @@ def test_a_job_is_predicted_and_its_best_change_written(script: str, tmp_path: P
     assert f"saves {100 * gain:.1f} %" in result.stdout
 
 
+def test_a_slower_change_that_makes_a_job_fit_saves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(TORCHTITAN.replace("activation-checkpoint:full", "activation-checkpoint:none"))
+    result = run(str(tmp_path / "train.sh"), "--memory", "28")
+    assert result.exit_code == 0, result.output
+    assert "change, so that the job fits: it needs " in result.stdout
+    assert "which saves" not in result.stdout
+
+
 @pytest.mark.slow
 def test_a_good_job_has_nothing_worth_changing(tmp_path: Path) -> None:
     path, better = tmp_path / "train.sh", tmp_path / "better.sh"

@@ -323,3 +323,25 @@ def test_a_known_model_has_its_own_numbers_in_megatron_s_flags(name: str, flags:
     text = translated(Job(load_model(name), PlannedLayout(dp=8)), "megatron")[0]
     assert all(f"{flag} " in text for flag in flags)
     assert "--moe-z-loss-coeff 0.001" not in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "size", "sentence"),
+    [
+        ("--vocab-file $3 --merge-file $4", 50257, "50,257 is assumed"),
+        ("--tokenizer-type Llama2Tokenizer", 32000, "32,000 is assumed"),
+        ("--tokenizer-model x", 128_256, "128,256 is assumed"),
+    ],
+)
+def test_words_of_a_tokenizer_say_its_vocabulary(flags: str, size: int, sentence: str, tmp_path: Path) -> None:
+    text = (FOLDER / "flags.txt").read_text().replace("--vocab-size 32000", flags)
+    job = read_text(text.strip() + " --make-vocab-size-divisible-by 1 --tensor-model-parallel-size 1", tmp_path)
+    assert job.shape is not None
+    assert job.shape.vocab_size == size
+    assert any(sentence in each for each in job.unknown)
+
+
+def test_the_batch_behind_a_ramp_is_read(tmp_path: Path) -> None:
+    job = read_text((FOLDER / "flags.txt").read_text().strip() + " --rampup-batch-size 16 16 5859375", tmp_path)
+    assert job.layout.sequences == 64
+    assert job.unknown == ("--rampup-batch-size: steps behind the ramp are read",)

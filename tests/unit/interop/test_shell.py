@@ -104,13 +104,13 @@ cat > job.sh <<EOF
 Y=3; launch $X \\$Y "\\$1" \\\\
   --z 1
 EOF
-bash job.sh 7
+bash job.sh 7; Y=2
 cat <<'EOF' > job.sh
 Y=$1; launch ${X:-0}$Y
 EOF
 chmod +x job.sh; export X
 ./job.sh 9; rm job.sh
-launch ${Y:-none}""",
+launch $Y""",
     "documents in a pipeline": "X=2\ncat <<EOF | bash\nlaunch $X in\nEOF\nlaunch out",
     "texts that are read": """X=2
 read -r -d '' C <<EOF
@@ -265,6 +265,7 @@ def test_an_assignment_before_a_command_is_that_command_s_alone() -> None:
             "N=3\nsbatch -A me <<EOF\n#SBATCH --nodes=${N} --ntasks-per-node=8\nsrun python train.py --t \\$SLURM_NTASKS\nEOF",
             24,
         ),
+        ("cat > a.sh <<EOF\npython train.py --x\nEOF\nsrun -N 3 --ntasks-per-node=8 bash a.sh", 24),
         ("#SBATCH -n 16\nsrun -l sh -c 'python train.py --x'", 16),
     ],
 )

@@ -228,3 +228,15 @@ def test_a_file_of_several_sessions_and_one_that_is_no_export_are_refused(tmp_pa
     damaged.write_bytes(path.read_bytes()[:600])
     with pytest.raises(UsageError, match="is no export of Nsight Systems"):
         load(damaged)
+
+
+def test_actions_in_two_events_each_are_refused(tmp_path: Path) -> None:
+    def trace(name: str) -> Path:
+        apart = [{"ph": phase, "name": name, "pid": 0, "tid": 0, "ts": at} for at, phase in enumerate("BE")]
+        whole = [{"ph": "X", "name": each, "pid": 0, "ts": at, "dur": 1} for at, each in enumerate(("0F0", "0B0"))]
+        (path := tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*apart, *whole]}))
+        return path
+
+    with pytest.raises(UsageError, match=r"the action 'PP:0F1' begins and ends in events of their own \(ph 'B'\)"):
+        load(trace("PP:0F1"))
+    assert load(trace("step")).timelines[0].schedule.microbatches == 1
