@@ -7,7 +7,8 @@ that backward. One all-to-all takes x times the 20 ms, of a part of the tokens i
 The layer, autograd and the collectives are the real ones. Medians of runs that take turns in the same processes.
 
 Before that, over gloo as it is: how long a rank stands still for the counts of rows, with nothing beside their exchange, and
-with the rows gathered meanwhile.
+with the rows gathered meanwhile; and a layer with a capacity (width 256, 8 experts) whose rows are padded to it, against one that
+exchanges counts, forward and backward, in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.config import MeshShape, load
-from pipeloom.models import layers, moe_overlap
+from pipeloom.models import GateShape, MoELayer, TopKGate, layers, moe_overlap
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.segments import report_standstills_to
 from pipeloom.parallel.dispatch import ExpertParallel, begin_dispatch, permute_for_dispatch
@@ -186,7 +187,34 @@ def wait_for_counts(rank: int) -> dict[int, dict[str, tuple[float, float]]]:
     return found
 
 
+def pad_to_capacity(rank: int) -> dict[float, float]:
+    """Capacity factor -> median seconds of a layer with padded rows over those of one that counts them, over real gloo."""
+    mesh = Mesh.of(MeshShape(dp=2, ep=2))
+    assert mesh is not None
+    spread, found = ExpertParallel(mesh.ep), {}
+    for capacity in (0.8, 1.0, 1.25, 2.0):
+        pair = []
+        for pads in (False, True):
+            torch.manual_seed(1)
+            gate = TopKGate(GateShape(256, 8, capacity_factor=capacity, pad_to_capacity=pads))
+            pair.append(MoELayer(gate, Experts(8, 256, 512, spread), spread))
+        x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for turn in range(4 * RUNS + 1):
+            for layer, each in zip(pair, seconds, strict=True):
+                dist.barrier()
+                start = time.perf_counter()
+                layer(x).sum().backward()
+                if turn:
+                    each.append(time.perf_counter() - start)
+        found[capacity] = median(seconds[1]) / median(seconds[0])
+    return found
+
+
 def main() -> None:
+    padded = run_ranks(pad_to_capacity, 2)[0]
+    print("padded to a capacity, over counted: " + ", ".join(f"{c:g}: {ratio:.2f}" for c, ratio in padded.items()))
+    print()
     counts = run_ranks(wait_for_counts, 2)[0]
     print("| tokens | counts first ms | of it waiting | rows gathered beside ms | of it waiting |")
     print("| --- | --- | --- | --- | --- |")

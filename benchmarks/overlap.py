@@ -7,8 +7,8 @@ band:   one block's pair with emulated times (computations that sleep, an all-to
         one after the other on its link; the real engine), unit computation 10 ms, all-to-all from half of it to two and a half:
         measured pair against the model, with and without the weight gradients split from the backward.
 hidden: a step of 16 micro-batches without a pipeline: exposed all-to-all with pairs over that of one action after the other.
-levels: the same for two levels of all-to-all in chunks, against a flat exchange; before that it asserts that experts over 4
-        processes have bitwise equal gradients either way.
+levels: the same for two levels of all-to-all in chunks, against a flat exchange and the model; before that it asserts that
+        experts over 4 processes have bitwise equal gradients either way.
 steps:  pipelines of 4 processes: step over the makespan simulated with segment times and hop of the same run, and the exposed
         all-to-all with pairs over that without.
 real:   blocks with experts over gloo, real computation, 2 processes: step with pairs over step without, and exposed
@@ -45,7 +45,6 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, 
 from pipeloom.schedule.transforms import unpair
 from pipeloom.traces.measured import hops
 from processes import run_ranks
-from two_levels import TwoLevels
 
 STEPS = 5
 UNIT = 0.010
@@ -62,7 +61,7 @@ def times_of(clock: Clock, name: str) -> PhaseTimes:
     return PhaseTimes(*(fmean(clock.seconds[name, kind]) for kind in "FIW"))
 
 
-class Fused(TwoLevels):
+class Fused(EmulatedLayer):
     """Computes its weight gradients with its input gradients."""
 
     def set_weight_grad_context(self, grad_context: WeightGradContext) -> None:
@@ -82,7 +81,7 @@ def run_alone(microbatches: int, talk: float, split: bool, pairs: bool, blocks: 
     clock = Clock()
     schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
     run = schedule if pairs else unpair(schedule)
-    block = partial(TwoLevels if split else Fused, clock, segments(talk), **levels)
+    block = partial(EmulatedLayer if split else Fused, clock, replace(segments(talk), **levels))
     pipeline = LocalPipeline([block] * blocks, run, loss=total)
     stood, took = [], []
     x = torch.ones(microbatches, 1)
@@ -159,14 +158,18 @@ def levels() -> None:
         "ep 4 as 2 x 2, links between nodes 1/8 as fast as inside, top 2, flat all-to-all 1.5: no pipeline, two blocks, units of "
         f"computation ({UNIT * 1e3:.0f} ms): exposed all-to-all of a step, and over the flat one's"
     )
-    print(f"{'micro-batches':>13}{'flat':>8}" + "".join(f"{f'{n} chunks':>18}" for n in (1, 2, 4, 8)))
+    print(f"{'micro-batches':>13}{'flat':>8}" + "".join(f"{f'{n} chunks':>16} model" for n in (1, 2, 4, 8)))
     for m in (1, 4, 16):
         flat = median(run_alone(m, 1.5 * UNIT, True, pairs=True, blocks=2).exposed) / UNIT
         text = f"{m:13}{flat:8.1f}"
         for chunks in (1, 2, 4, 8):
             # three in four tokens have an expert in the other node; each token has one of its two on the other rank of a node
             found = run_alone(m, 0.75 * 1.5 * UNIT, True, True, 2, inside=1.5 / 8 * UNIT, chunks=chunks).exposed
-            text += f"{median(found) / UNIT:10.1f}{median(found) / UNIT / flat:8.3f}"
+            talk = 0.75 * 1.5
+            block = [LayerSegments(dispatch=talk, combine=talk, inside=1.5 / 8, chunks=chunks)] * 2
+            ends = exposed(run_block(block, ())) + exposed(run_block((), block))
+            model = ends + (m - 1) * exposed(run_block(block, block))
+            text += f"{median(found) / UNIT:9.1f}{median(found) / UNIT / flat:7.3f}{model:6.1f}"
         print(text)
 
 

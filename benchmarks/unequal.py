@@ -263,9 +263,9 @@ def of_each(block: Any, x: Any, sizes: Sequence[int]) -> Any:
     return torch.cat([block(part) for part in torch.split(x, list(sizes), 1)], 1)
 
 
-def measured_costs() -> tuple[SequenceTime, Costs]:
+def measured_costs(_rank: int = 0) -> tuple[SequenceTime, Costs]:
     """Seconds of a micro-batch on 1/p of the model by the lengths of its sequences, which the layers compute one by one, and the
-    shares of F, I and W."""
+    shares of F, I and W. Processes that share caches and memory compute slower, so measure in as many as a step has."""
     import torch
 
     import layers as parts
@@ -386,7 +386,7 @@ def real(turns: int) -> int:
     """Print the measured steps, their ratios and the error of the prediction."""
     from processes import run_ranks
 
-    time_of, costs = measured_costs()
+    time_of, costs = run_ranks(measured_costs, REAL_RANKS)[0]
     print(f"fitted: {time_of}, F {costs.forward} I {costs.input_grad} W {costs.weight_grad}")
     steps = run_ranks(real_steps, REAL_RANKS, time_of, costs, turns)[0]
     plan, flat, looped, *predicted = (list(each) for each in zip(*steps, strict=True))

@@ -54,6 +54,7 @@ TESTS = {
     "runtime.executor": (
         "unit/runtime/test_families.py",
         "unit/runtime/test_offload_actions.py",
+        "unit/runtime/test_overlap_order.py",
         "unit/runtime/test_stats.py",
         "dist/runtime/test_executed_order.py",
         "dist/runtime/test_checksums.py",

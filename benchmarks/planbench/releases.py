@@ -69,7 +69,8 @@ class Result:
 
 
 def predicted(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planner, LayoutCosts]:
-    """The planner's answer for a row's layout."""
+    """The planner's answer for a row's layout; where the sequences of a micro-batch are not published, the fastest of one, two and
+    four that fit, as whoever tunes a run for a table would take."""
     shape = shape_of(models[row["model"]], row["model"]) if row["model"] in models else load_model(row["model"])
     device = load_device(row["device"])
     if row["published"].get("fp8"):  # products at twice the rate, attention as fast as before; bytes as of bf16
@@ -82,7 +83,12 @@ def predicted(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planner, Lay
         positions = layout.built().positions
         counts = parse_stages(row["stages"], shape.num_hidden_layers, positions, shape.num_nextn_predict_layers)
         layout = replace(layout, stages=tuple(counts))
-    return planner, planner.predict(layout)
+    layouts = [layout]
+    if row.get("sequences_unpublished"):
+        layouts = [replace(layout, m=layout.m // n, micro_batch=n) for n in (1, 2, 4) if layout.m % n == 0]
+    predictions = [planner.predict(each) for each in layouts]
+    inside = [each for each in predictions if each.peak <= device.memory]
+    return planner, max(inside or predictions[:1], key=lambda each: each.tokens)
 
 
 def model_flops(shape: DecoderShape, tokens: float, seq: int) -> float:

@@ -20,7 +20,7 @@ from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
-from pipeloom.schedule.segments import SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, SegmentCosts
 from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import parsed_transform, transformed
 from pipeloom.traces.segment_times import read_segments
@@ -244,8 +244,7 @@ class CostFlags:
             numbers["microbatch"] = factors if isinstance(factors, tuple) else (factors,)
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
-        if self.segments is not None:
-            layers = next(iter(read_segments(self.segments).values()))
+        if layers := self.layers():
             base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
         costs = replace(base, **numbers)
         if self.slowdown > 1 and self.pair is not None:
@@ -255,6 +254,10 @@ class CostFlags:
         if self.slowdown > 1 and costs.all_to_all == 0:
             raise UsageError(f"--slowdown {self.slowdown:g} is of pairs that hide an all-to-all; give --all-to-all too")
         return with_slowdown(costs, self.slowdown) if self.slowdown > 1 else costs
+
+    def layers(self) -> tuple[LayerSegments, ...]:
+        """Return a stage's layers in segments; empty: none are given."""
+        return () if self.segments is None else next(iter(read_segments(self.segments).values()))
 
 
 @dataclass(frozen=True)

@@ -138,6 +138,7 @@ def _form(layout: Layout, profile: DeviceProfile) -> dict[str, Any]:
             "experts": [each.median for each in segments.experts],
             "dispatch": talk,
             "combine": talk,
+            "chunks": layout.config.parallel.ep_chunks,
             "layers": max(1, segments.layers // layout.schedule.positions),
         },
         "links": [link.as_dict() for link in profile.links],

@@ -22,6 +22,7 @@ from pipeloom.errors import UsageError, folded
 from pipeloom.limits import MOST_SECONDS, usable_cores
 from pipeloom.schedule import Costs, Schedule, Timeline, check
 from pipeloom.schedule.check import TransportName
+from pipeloom.schedule.segments import LayerSegments
 from pipeloom.traces import timelines as timeline_files
 from pipeloom.traces.measured import predict, settled
 
@@ -78,14 +79,14 @@ def command(
         raise UsageError(
             f"--p2p is {costs.p2p:.60}, and free sends take the time that they take here: add --sends coupled"
         )
-    rehearsal = _rehearsal(schedule, values, emulation)
+    rehearsal = _rehearsal(schedule, values, emulation, costs.layers())
     code, timelines = _run(rehearsal, emulation.device, words_of(context))
     if code or not timelines:
         raise typer.Exit(code)
     report(rehearsal, timelines, output)
 
 
-def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsal:
+def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation, segments: Sequence[LayerSegments]) -> Rehearsal:
     """Return the rehearsal that the options describe. Raises UsageError for options that it cannot emulate."""
     from pipeloom.measure.rehearse import Rehearsal
 
@@ -98,7 +99,7 @@ def _rehearsal(schedule: Schedule, costs: Costs, options: Emulation) -> Rehearsa
             "nearest: free sends, or coupled ones with --transport auto and --device cpu"
         )
     slow = _slow(options.slow or (), schedule)
-    rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport)
+    rehearsal = Rehearsal(schedule, costs, unit or 1.0, steps, slow, options.transport, segments)
     if on_gpus and (schedule.ranks == 1 or rehearsal.communicates):
         raise UsageError("--device cuda needs at least 2 ranks and does not emulate --all-to-all; use --device cpu")
     if unit is None:

@@ -189,8 +189,10 @@ def announce(layout: Layout) -> None:
     )
     if (reason := layout.origins.get("optimizer.lr", "")).startswith(AUTO_RATE):
         resumed = config.checkpoint.resume != "none"
+        steps = config.optimizer.warmup_steps
+        after = f" after {steps} step{'s' * (steps != 1)}" if steps else ""
         say(
-            f"  learning rate {config.optimizer.lr:g} after {config.optimizer.warmup_steps} steps ({printable(reason)})"
+            f"  learning rate {config.optimizer.lr:g}{after} ({printable(reason)})"
             + "; a checkpoint that is resumed keeps its own" * resumed
         )
     if layout.code is not None:

@@ -145,6 +145,7 @@ _MODEL = (
     "head_dim",
     "router",
     "capacity_factor",
+    "pad_to_capacity",
     "moe_layer_freq",
 )
 KEYS = {

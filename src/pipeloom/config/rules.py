@@ -90,6 +90,8 @@ def _searches_in_bytes(config: Config, options: Mapping[str, Any]) -> bool:
 FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "router": ("model.router model.num_experts model.source", lambda c, v: _has_experts(c) and v in RANDOM_ROUTERS),
     "capacity_factor": ("model.capacity_factor model.num_experts model.source", lambda c, v: _has_experts(c) and v),
+    "pad_to_capacity": ("model.pad_to_capacity model.num_experts", lambda c, v: _has_experts(c) and v),
+    "dropless": ("model.capacity_factor", lambda c, v: not v),
     "experts": ("model.num_experts model.source", lambda c, v: _has_experts(c)),
     "dense model": ("model.num_experts model.source", lambda c, v: not v and not c.model.source),
     "num_shared_experts": ("model.num_shared_experts", _unless(0)),

@@ -230,6 +230,7 @@ class ModelSection(Section, DecoderSizes):
     experts_class: ClassName
     router_class: ClassName
     capacity_factor: NotNegative
+    pad_to_capacity: bool
     aux_loss_coef: NotNegative
     z_loss_coef: NotNegative
     num_nextn_predict_layers: Whole

@@ -1,4 +1,4 @@
-"""A pair's segments on their two resources, before and after overlapping: lanes in the SVG and on the page, and a table."""
+"""A pair's segments on their resources, before and after overlapping: lanes in the SVG and on the page, and a table."""
 
 from __future__ import annotations
 
@@ -47,15 +47,16 @@ def segment_lanes(layers: LayerSequence, width: float) -> str:
     sheet, blocks = Sheet(width), before_and_after(layers)
     longest = max(map(length, blocks.values())) or 1.0
     scale = (width - LANE_LEFT - LANE_RIGHT) / longest
-    title = f"F of one micro-batch and B of another, {len(layers)} layer{'s' * (len(layers) > 1)}: segments on the two resources"
+    resources = ("computation", "communication", "inside")[: 2 + any(layer.inside for layer in layers)]
+    title = f"F of one micro-batch and B of another, {len(layers)} layer{'s' * (len(layers) > 1)}: segments on their resources"
     sheet.text(SHEET_MARGIN, 28, title, "h")
     y = 28.0
     for way, block in blocks.items():
         y += LINE + 8
         sheet.text(SHEET_MARGIN, y, f"{way}: {number(plain(length(block)))}")
         y += 6
-        for resource in ("computation", "communication"):
-            sheet.text(LANE_LEFT - 8, y + LANE / 2 + 4, resource, "r")
+        for resource in resources:
+            sheet.text(LANE_LEFT - 8, y + LANE / 2 + 4, "inside a node" if resource == "inside" else resource, "r")
             sheet.box(LANE_LEFT, y, length(block) * scale, LANE, palette.IDLE_COLOUR)
             for each in (segment for segment in block if segment.resource == resource):
                 kind = "I" if way == WAYS[2] and each.name[0] == "B" and resource == "computation" else each.name[0]

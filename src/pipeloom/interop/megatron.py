@@ -33,6 +33,7 @@ _EXPERTS = """
     num-experts:num_experts moe-router-topk:num_experts_per_tok moe-ffn-hidden-size:moe_intermediate_size
     moe-router-score-function:router moe-aux-loss-coeff:aux_loss_coef moe-z-loss-coeff:z_loss_coef
     moe-router-num-groups:n_group moe-router-group-topk:topk_group moe-shared-expert-gate:shared_expert_gate
+    moe-pad-expert-input-to-capacity:pad_to_capacity
 """
 _LATENT = """
     kv-lora-rank:kv_lora_rank q-lora-rank:q_lora_rank qk-head-dim:qk_nope_head_dim qk-pos-emb-head-dim:qk_rope_head_dim
@@ -49,6 +50,7 @@ _PARALLEL = """
 _DEFAULTS: dict[str, Any] = {
     "norm-epsilon": 1e-5, "hidden-dropout": 0.1, "moe-aux-loss-coeff": 0.0, "moe-z-loss-coeff": 0.0, "kv-lora-rank": 32,
     "qk-head-dim": 128, "qk-pos-emb-head-dim": 64, "v-head-dim": 128, "swiglu": False, "moe-shared-expert-gate": False,
+    "moe-pad-expert-input-to-capacity": False,
 }  # fmt: skip
 # Flags by the type of their value: `bool` has none, `list` several.
 _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ in group} | {
@@ -64,6 +66,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
             data-parallel-sharding-strategy moe-flex-dispatcher-backend optimizer""",
         bool: """bf16 fp16 group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
+            moe-pad-expert-input-to-capacity
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather

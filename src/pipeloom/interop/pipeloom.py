@@ -72,12 +72,14 @@ def write(
     model: dict[str, object] = {**source} if source else dict(model_keys(shape, ours=True))
     model |= {"num_nextn_predict_layers": ahead} if ahead and not source else {}
     model |= {"capacity_factor": layout.capacity} if layout.capacity else {}
+    model |= {"pad_to_capacity": True} if shape.pad_to_capacity else {}
     stages = layout.stages or even_stages(shape.num_hidden_layers, 1, ahead)
     sections: dict[str, dict[str, object]] = {
         "model": model,
         "parallel": {axis: getattr(layout, axis) for axis in ("pp", "dp", "tp", "cp", "zero", "ep")}
         | {"sp": layout.tp > 1, "ep_nodes": ep_nodes}
         | {"stages": layout_string(stages, ahead)}
+        | ({"ep_chunks": layout.ep_chunks} if layout.ep_chunks > 1 else {})
         | ({"vocabulary": "pp"} if layout.vocabulary == "pp" else {}),
         "schedule": {"name": str(table) if table else layout.schedule, "microbatches": layout.m}
         | ({"chunks": layout.v} if layout.v > 1 and not table else {})

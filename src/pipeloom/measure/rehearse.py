@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, repeat
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
-from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order
+from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_order, in_turns
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.pipeline import couple_sends, run_beside
@@ -144,7 +144,7 @@ class _Emulated(torch.autograd.Function):
 
 
 class EmulatedLayer(nn.Module):
-    """A layer with given times of attention, and if it has any, of dispatch, experts and combine; each all-to-all is a timer.
+    """A layer with given times of attention, and if it has any, of dispatch, experts and combine; each hop is a timer.
 
     Args:
         times: times of one micro-batch, in seconds.
@@ -174,15 +174,32 @@ class EmulatedLayer(nn.Module):
         times, factor = self.times, factor_of(self.factors, microbatch)
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
         attention = self.part("attention", scaled(times.attention, factor), parts=parts)
-        if not any(times.experts):
+        if not times.exchanges:
             return (attention,)
         combine_backward, dispatch_backward = times.backward_talk
-        return (
-            attention,
-            TimedExchange("dispatch", self.clock, factor * times.dispatch, factor * dispatch_backward),
-            self.part("experts", scaled(times.experts, factor)),
-            TimedExchange("combine", self.clock, factor * times.combine, factor * combine_backward),
-        )
+        share = factor / times.chunks
+        chunks = [
+            [
+                *self._hops("dispatch", share, times.dispatch, dispatch_backward),
+                self.part("experts", scaled(times.experts, share), at),
+                *self._hops("combine", share, times.combine, combine_backward)[::-1],
+            ]
+            for at in range(times.chunks)
+        ]
+        if times.chunks == 1:
+            return (attention, *chunks[0])
+        chunk_of = {id(segment): at for at, chunk in enumerate(chunks) for segment in chunk}
+        turns = in_turns(chunks, lambda timed: (chunk_of[id(timed)],), Compute("nothing", lambda values: values))
+        split = Compute("attention", lambda values: attention.run(values) * times.chunks)
+        return [split, *turns, Compute("sum", lambda values: (sum(values) / times.chunks,))]
+
+    def _hops(self, name: str, share: float, seconds: float, backward_seconds: float) -> list[Segment]:
+        """Return an all-to-all: between nodes, then inside a node if that takes time."""
+        across = TimedExchange(name, self.clock, share * seconds, share * backward_seconds)
+        if not (inside := share * self.times.inside):
+            return [across]
+        hop = TimedExchange(name, self.clock, inside, inside, "inside", quick=True)
+        return [across, Compute(name, lambda values: values), hop]
 
     def part(
         self, name: str, times: PhaseTimes, at: int = 0, parts: Mapping[str, float] = MappingProxyType({})
@@ -212,6 +229,21 @@ class EmulatedLayer(nn.Module):
         if seconds := next(calls):
             self.clock.compute(name, "R", seconds)
         return x.clone()
+
+
+class EmulatedStage(nn.Module):
+    """The emulated layers of a stage, in the segments of all of them."""
+
+    def __init__(self, layers: Sequence[EmulatedLayer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def segments(self, microbatch: MicrobatchContext | None = None) -> Sequence[Segment]:
+        return [segment for layer in self.layers for segment in cast(EmulatedLayer, layer).segments(microbatch)]
+
+    def forward(self, x: Tensor, microbatch: MicrobatchContext | None = None) -> Tensor:
+        (out,) = in_order(self.segments(microbatch), (x,))
+        return out  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -265,6 +297,7 @@ class Rehearsal:
     Attributes:
         schedule: the schedule, already checked.
         costs: costs of a stage; those of a pair follow from `all_to_all`. `message` is the bytes of each message.
+        segments: the layers of each stage, in the unit of the costs; empty: one, of which half is experts where any communicate.
         unit: seconds that a cost of 1 takes.
         steps: number of recorded steps; one step that is not recorded precedes them.
         slow: stage -> factor by which its emulated times exceed its costs, to show the effect of a slow stage.
@@ -278,6 +311,7 @@ class Rehearsal:
     steps: int = 8
     slow: Mapping[int, float] = field(default_factory=dict)
     transport: TransportName = "auto"
+    segments: Sequence[LayerSegments] = ()
 
     @property
     def communicates(self) -> bool:
@@ -290,7 +324,7 @@ class Rehearsal:
         costs = self.costs.scaled(self.unit)
         if not self.communicates:
             return costs
-        return SegmentCosts(tuple((layer,) for layer in self._segments())).costs(**vars(costs))
+        return SegmentCosts(tuple(self._segments())).costs(**vars(costs))
 
     def simulated(self) -> Timeline:
         """Return the timeline simulated with the costs, in seconds; messages take no time in it, unless sends are coupled."""
@@ -322,10 +356,14 @@ class Rehearsal:
 
         def build(position: int) -> nn.Module:
             stage = stages[position]
-            factor, part = self.slow.get(stage, 1.0), segments[stage]
-            slowed = replace(part, attention=scaled(part.attention, factor), experts=scaled(part.experts, factor))
-            named = {name: self.unit * factor * again.time_of(f"recompute:{name}")[stage] for name in names}
-            return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
+            factor, layers = self.slow.get(stage, 1.0), segments[stage]
+            each = self.unit * factor / len(layers)
+            named = {name: each * again.time_of(f"recompute:{name}")[stage] for name in names}
+            slowed = [
+                replace(part, attention=scaled(part.attention, factor), experts=scaled(part.experts, factor))
+                for part in layers
+            ]
+            return EmulatedStage([EmulatedLayer(clock, part, factors, saves, named) for part in slowed])
 
         return [Layer(f"stage.{position}", partial(build, position)) for position in range(self.schedule.positions)]
 
@@ -363,19 +401,21 @@ class Rehearsal:
 
         return wait
 
-    def _segments(self) -> list[LayerSegments]:
-        """Return stage -> its segments in seconds; without an all-to-all, all of the time is in the attention segment."""
+    def _segments(self) -> list[tuple[LayerSegments, ...]]:
+        """Return stage -> its layers in seconds; without an all-to-all, all of the time is in the attention segment."""
         stages = self.schedule.stages
+        if self.segments:
+            return [tuple(layer.times(self.unit) for layer in self.segments)] * stages
         names = ("forward", "input_grad", "weight_grad", "all_to_all")
-        layers = []
+        layers: list[tuple[LayerSegments, ...]] = []
         for f, i, w, share in zip(*(self.costs.per_stage(name, stages) for name in names), strict=True):
             f, i, w = f * self.unit, i * self.unit, w * self.unit
             if not self.communicates:
-                layers.append(LayerSegments(attention=PhaseTimes(f, i, w), experts=PhaseTimes(0, 0, 0)))
+                layers.append((LayerSegments(attention=PhaseTimes(f, i, w), experts=PhaseTimes(0, 0, 0)),))
                 continue
             half = PhaseTimes((1 - share) * f / 2, (1 - share) * i / 2, w / 2)
             there, back = share * f / 2, share * i / 2
-            layers.append(LayerSegments(half, half, there, there, back, back))
+            layers.append((LayerSegments(half, half, there, there, back, back),))
         return layers
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class GateShape:
     norm_topk_prob: bool = True
     router: str = "softmax"
     capacity_factor: float = 0.0
+    pad_to_capacity: bool = False
     aux_loss_coef: float = 0.01
     z_loss_coef: float = 0.001
 
@@ -66,7 +67,8 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
     def __init__(self, shape: DecoderShape | GateShape, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.gate = Gate(shape.router, shape.num_experts, shape.num_experts_per_tok, shape.norm_topk_prob)
-        self.capacity_factor = shape.capacity_factor
+        self.capacity_factor, self.pads = shape.capacity_factor, shape.pad_to_capacity
+        require_rules(pad_to_capacity=self.pads, dropless=not self.capacity_factor)
         self.balance, self.z = shape.aux_loss_coef, shape.z_loss_coef
         self.tensor = tensor
         self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size))
@@ -132,10 +134,15 @@ class TopKGate(OfMicrobatch, SharesTokens, DeferringLayer):
         return route(self.gate, logits, draws, scale=scale, bias=bias)
 
     def limit(self, routing: Routing) -> Routing:
-        """Return `routing`, of all tokens of a micro-batch, without choices beyond the experts' capacity."""
+        """Return `routing`, of all tokens of a micro-batch, without choices beyond the experts' capacity.
+
+        In training each expert computes as many rows as its capacity, where `pad_to_capacity` says so.
+        """
         if self.capacity_factor == 0:
             return routing
-        return drop_over_capacity(routing, capacity_of(routing.tally.tokens, self.gate, self.capacity_factor))
+        capacity = capacity_of(routing.tally.tokens, self.gate, self.capacity_factor)
+        limited = drop_over_capacity(routing, capacity)
+        return replace(limited, rows=capacity) if self.pads and self.training else limited
 
     def attach_aux_loss(
         self,

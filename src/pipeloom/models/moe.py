@@ -40,6 +40,7 @@ from pipeloom.parallel.router import Routing, dropped_between
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.parallel.tensor import TensorParallel, enter, sum_over_ranks
 from pipeloom.shapes.decoder import DecoderShape
+from pipeloom.shapes.rules import require_rules
 
 Arrival = Callable[[], Values]
 """Waits for a communication that has started, and returns its values."""
@@ -93,7 +94,8 @@ class MoELayer(nn.Module):
         shared_expert: a module that every token goes through besides, [tokens, hidden] -> [tokens, hidden].
         shared_expert_gate: [tokens, hidden] -> [tokens, 1], whose sigmoid the shared expert's output is multiplied by.
 
-    Raises ArgumentError for a group whose size does not divide the number of experts.
+    Raises ArgumentError for a group whose size does not divide the number of experts, and for a gate that pads to a capacity
+    where the group has nodes or chunks. With such a gate all ranks must have as many tokens.
     """
 
     def __init__(
@@ -111,6 +113,10 @@ class MoELayer(nn.Module):
         self.parallel = parallel if parallel is not None and parallel.size > 1 else None
         self.tensor = tensor
         self.gate = gate
+        if self.parallel is not None:
+            nodes = self.parallel.nodes > 1 and self.parallel.nodes
+            chunks = self.parallel.chunks > 1 and self.parallel.chunks
+            require_rules(pad_to_capacity=gate.pads, ep_nodes=nodes, ep_chunks=chunks)
         if not isinstance(experts, nn.Module):
             if tensor is not None:
                 raise ArgumentError(

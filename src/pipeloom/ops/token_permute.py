@@ -24,6 +24,7 @@ class TokenPermutation:
         sums: the choices' part of the sum, [tokens, k] int64, or None: all are one part. A sum over a token's rows is made
             part by part, each in order of the choices and rounded to the rows' dtype, and then over the parts.
         parts: number of parts.
+        pads: whether some rows may be no choice's: they are of some token, numbered tokens · k, and nothing is made of them.
     """
 
     order: Tensor
@@ -31,6 +32,7 @@ class TokenPermutation:
     slot: Tensor
     sums: Tensor | None = None
     parts: int = 1
+    pads: bool = False
 
     @property
     def rows(self) -> int:
@@ -39,11 +41,24 @@ class TokenPermutation:
     @property
     def complete(self) -> bool:
         """Return whether no choice was dropped."""
-        return self.order.numel() == self.slot.numel()
+        return self.order.numel() == self.slot.numel() and not self.pads
 
     def first(self, rows: int) -> TokenPermutation:
         """Return it with the first rows alone: those of the choices that are kept, where `assign` got a mask."""
         return replace(self, order=self.order[:rows], token=self.token[:rows])
+
+    def padded(self, counts: Tensor, size: int) -> TokenPermutation:
+        """Return it with `size` rows for each key, of which `assign` counted at most as many; the host reads nothing."""
+        keys, choices = counts.numel(), self.slot.numel()
+        place, ends = torch.arange(self.order.numel(), device=self.order.device), counts.cumsum(0)
+        key = torch.searchsorted(ends, place, right=True)  # `keys` for choices that are not kept
+        row = place + (key * size - (ends - counts).index_select(0, key.clamp_max(keys - 1)))
+        row = torch.where(key < keys, row, keys * size)
+        order = self.order.new_full((keys * size + 1,), choices)
+        order[row] = self.order
+        slot = torch.where(self.slot < 0, -1, row.index_select(0, self.slot.flatten().clamp_min(0)).view_as(self.slot))
+        order, (tokens, k) = order[:-1], self.slot.shape
+        return replace(self, order=order, token=(order // max(k, 1)).clamp_max(tokens - 1), slot=slot, pads=True)
 
 
 def count_keys(keys: Tensor, count: int) -> Tensor:
@@ -129,11 +144,12 @@ class _Mix(torch.autograd.Function):
         d_rows = d_weights = None
         if ctx.needs_input_grad[1]:
             products = (spread.to(accumulation_dtype(rows.dtype)) * rows).sum(-1)
-            d_weights = torch.zeros_like(weights).view(-1)
+            d_weights = weights.new_zeros(weights.numel() + permutation.pads)
             d_weights[permutation.order] = products.to(weights.dtype)
-            d_weights = d_weights.view_as(weights)
+            d_weights = d_weights[: weights.numel()].view_as(weights)
         if ctx.needs_input_grad[0]:
-            weights_in_order = weights.reshape(-1).index_select(0, permutation.order)
+            flat = torch.cat((weights.flatten(), weights.new_zeros(1))) if permutation.pads else weights.reshape(-1)
+            weights_in_order = flat.index_select(0, permutation.order)
             d_rows = (spread * weights_in_order.unsqueeze(-1)).to(rows.dtype)
         return d_rows, d_weights, None
 

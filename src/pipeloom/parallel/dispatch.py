@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, cast
 
 import torch
@@ -149,9 +149,37 @@ def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None)
 
     Computation before `Dispatch.plans`, such as gathering the rows to send, overlaps with the exchange.
     """
-    if parallel is None or parallel.size == 1:
+    parallel = parallel if parallel is not None and parallel.size > 1 else None
+    if routings[0].rows is not None:
+        return _padded(routings, parallel)
+    if parallel is None:
         return _at_home(routings)
     return _two_level(routings, parallel) if parallel.two_level else _flat(routings, parallel)
+
+
+def _padded(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dispatch:
+    """Send as many rows to each expert as its capacity: the same from all ranks, which have as many tokens, known to the host."""
+    plans = []
+    for routing in routings:
+        assert routing.rows is not None
+        experts, rows = routing.tally.counts.numel(), routing.rows
+        assignment, counts = assign(routing.experts, experts, routing.kept)
+        leaving = assignment.padded(counts, rows)
+        if parallel is None:
+            plans.append(DispatchPlan(leaving, (), ExpertRows(None, None, (rows,) * experts)))
+            continue
+        local_experts = parallel.own(experts)[0]
+        sizes = (rows * local_experts,) * parallel.size
+        arrival = _even_arrival(parallel.size, local_experts, rows, counts.device)
+        plans.append(DispatchPlan(leaving, (AllToAllSplit(parallel.axis, sizes, sizes),), arrival))
+    return Dispatch([plan.leaving for plan in plans], lambda: plans)
+
+
+@lru_cache(maxsize=16)
+def _even_arrival(size: int, local_experts: int, rows: int, device: torch.device) -> ExpertRows:
+    """Return the order of as many rows from each rank for each expert."""
+    keys = torch.arange(local_experts) * size + torch.arange(size).unsqueeze(1)
+    return _arrival(keys, torch.full_like(keys, rows), local_experts, device)
 
 
 def _at_home(routings: Sequence[Routing]) -> Dispatch:

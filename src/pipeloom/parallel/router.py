@@ -77,12 +77,14 @@ class Routing:
         weights: [tokens, k], at least fp32; differentiable with respect to the logits.
         kept: [tokens, k] bool, False for dropped choices; None if all are kept.
         tally: statistics for the auxiliary losses.
+        rows: rows that each expert computes, so that the host need not know how many were chosen; None: those that were.
     """
 
     experts: Tensor
     weights: Tensor
     kept: Tensor | None
     tally: RoutingStats
+    rows: int | None = None
 
 
 @dataclass(frozen=True)

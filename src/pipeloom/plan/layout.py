@@ -48,6 +48,7 @@ class PlannedLayout:
         group: micro-batches that interleaving takes through a chunk before the next, from pp to m; 0: as the family divides them.
         stages: layers of each stage by position, the embedding and the output layer among them; empty: as `cut` says.
         recompute_layers: blocks of each stage that are recomputed, from its first; 0: all.
+        ep_chunks: parts of a micro-batch's tokens, whose exchanges with experts run beside the experts of other parts.
     """
 
     dp: int = 1
@@ -72,6 +73,7 @@ class PlannedLayout:
     group: int = 0
     stages: tuple[int, ...] = ()
     recompute_layers: int = 0
+    ep_chunks: int = 1
 
     @property
     def world(self) -> int:
@@ -206,6 +208,7 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
             reasons.append(f"slices={layout.slices}: {error}")
     features = {
         "ep": layout.ep if layout.ep > 1 else 0,
+        "ep_chunks": layout.ep_chunks if layout.ep_chunks > 1 else 0,
         "dense model": not shape.num_experts,
         "capacity_factor": layout.capacity,
         "cut": layout.slices > 1,

@@ -203,9 +203,12 @@ class Planner:
         return self._predicted(layout, schedule)
 
     def _predicted(self, layout: PlannedLayout, searched: Schedule | None = None) -> LayoutCosts:
-        if layout.vocabulary == "pp" and self.runtime.name != "pipeloom":
+        other = self.runtime.name if self.runtime.name != "pipeloom" else ""
+        if other and layout.vocabulary == "pp":
+            raise UsageError(f"vocabulary=pp: {other} does not spread the output layer; nearest: vocabulary=last")
+        if other and layout.ep_chunks > 1:
             raise UsageError(
-                f"vocabulary=pp: {self.runtime.name} does not spread the output layer; nearest: vocabulary=last"
+                f"ep_chunks={layout.ep_chunks}: {other} does not cut a micro-batch's exchange with experts; nearest: ep_chunks=1"
             )
         if reasons := problems(self.shape, layout):
             raise UsageError("; ".join(reasons))

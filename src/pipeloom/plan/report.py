@@ -27,14 +27,14 @@ _SAVINGS = {
     "compute": "less computation", "exchange": "less exchange", "idle": "a smaller bubble",
     "reduction": "a shorter sum of gradients", "optimizer": "a faster optimizer", "host": "less waiting for hosts",
 }  # fmt: skip
+# Field of RankMemory -> the head of its column, and what that means.
 _HEADS = {
-    "parameters": "params", "gradients": "grads", "optimizer": "optim", "gathered": "gath", "activations": "activ",
-    "temporaries": "temp",
+    "parameters": ("params", "parameters"), "gradients": ("grads", "gradients"),
+    "optimizer": ("optim", "the optimizer's state"), "gathered": ("gath", "gathered copies"),
+    "buffers": ("buffers", "of messages and libraries"), "activations": ("activ", "activations"),
+    "temporaries": ("temp", "used by the action at the peak"), "reserve": ("reserve", "of the allocator"),
+    "overhead": ("overhead", "CUDA, NCCL"),
 }  # fmt: skip
-_HEADS_IN_WORDS = (
-    "params, grads, optim: parameters, gradients, the optimizer's state; gath: gathered copies; activ: activations; temp: used "
-    "by the action at the peak; reserve: of the allocator; overhead: CUDA, NCCL"
-)
 
 
 def gib(size: float) -> str:
@@ -121,9 +121,9 @@ def memory_lines(
     numbers = [*range(last + 1)] if last < most else [0, 1, 2, len(ranks) // 2, last - 1, last]
     names = [spec.name for spec in fields(RankMemory) if spec.name != "peak_action"]
     names = [name for name in names if any(size(getattr(each, name)) != size(0.0) for each in ranks)]
-    rows = [["rank", *(_HEADS.get(name, name) for name in names), total]]
+    rows = [["rank", *(_HEADS[name][0] for name in names), total]]
     rows += [[str(at), *(size(getattr(ranks[at], name)) for name in (*names, "total"))] for at in numbers]
-    return [*in_blocks(rows), _HEADS_IN_WORDS]
+    return [*in_blocks(rows), "; ".join(": ".join(_HEADS[name]) for name in names)]
 
 
 def refined_lines(before: Sequence[LayoutCosts], after: Sequence[LayoutCosts]) -> list[str]:

@@ -87,6 +87,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         slices=layout.schedule.slices,
         vocabulary="pp" if layout.schedule.vocabulary else "last",
         stages=stages,
+        ep_chunks=config.parallel.ep_chunks,
     )  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def predicted(
     )
     planner = Planner(shape, speed, runtime, measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
-    links = AxisRates.of(planned, speed, shape)
+    links = AxisRates.of(planned, speed, shape, layout.config.parallel.ep_nodes)
     timed = planner.timed_layers(replace(planned, recompute="none"))
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]

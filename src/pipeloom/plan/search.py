@@ -616,7 +616,7 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                         seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=etp, slices=slices,
-                        vocabulary=vocabulary,
+                        vocabulary=vocabulary, ep_chunks=request.fixed.get("ep_chunks", 1),
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout
@@ -775,7 +775,8 @@ class _Estimator:
         gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
         axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
-        key = (*axes, layout.recompute, layout.offload, layout.capacity, links.tp, links.cp, links.ep, *gathers)
+        what = layout.recompute, layout.offload, layout.capacity, layout.ep_chunks
+        key = (*axes, *what, links.tp, links.cp, links.ep, links.inside, *gathers)
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
         return key, self._sums[key]

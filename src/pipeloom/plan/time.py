@@ -14,7 +14,8 @@ from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
 from pipeloom.schedule import Costs, Timeline
 from pipeloom.schedule.actions import TIMES, WEIGHT_GRADIENT, kind_of
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import parts as parts_of
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, length, run_block
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
 
@@ -106,8 +107,9 @@ def device(name: str) -> Device:
 class StageSeconds:
     """Seconds of one micro-batch on one stage; of F and I, `sent_forward` and `sent_backward` are communication.
 
-    `exchanged` is the part of F, and as much of I, in which rows go to experts on other ranks and back. `backward` is that of a B
-    where it is not I and W, `recompute` that of the R of a block (R;B) where it is not F.
+    `exchanged` is the time for which rows go to experts on other ranks and back, of F, and as much of I; `beside_forward` and
+    `beside_backward` are those parts of it that chunks of the tokens hide. `backward` is that of a B where it is not I and W,
+    `recompute` that of the R of a block (R;B) where it is not F.
     """
 
     forward: float
@@ -116,6 +118,8 @@ class StageSeconds:
     sent_forward: float
     sent_backward: float
     exchanged: float = 0.0
+    beside_forward: float = 0.0
+    beside_backward: float = 0.0
     backward: float | None = None
     recompute: float | None = None
 
@@ -125,17 +129,15 @@ class StageSeconds:
 
     def scaled(self, forward: float, backward: float) -> StageSeconds:
         """With the seconds of F, and those of I and W, multiplied; without those of B and R."""
-        sent, exchanged = (
-            (self.sent_forward * forward, self.sent_backward * backward),
-            min(forward, backward) * self.exchanged,
-        )
+        sent, least = (self.sent_forward * forward, self.sent_backward * backward), min(forward, backward)
+        talks = (least * each for each in (self.exchanged, self.beside_forward, self.beside_backward))
         gradients = self.input_grad * backward, self.weight_grad * backward
-        return StageSeconds(self.forward * forward, *gradients, *sent, exchanged)
+        return StageSeconds(self.forward * forward, *gradients, *sent, *talks)
 
     @classmethod
     def sum(cls, each: Sequence[StageSeconds]) -> StageSeconds:
         """The seconds of several layers, without those of B and R."""
-        return cls(*map(sum, zip(*(astuple(layer)[:6] for layer in each), strict=True)))
+        return cls(*map(sum, zip(*(astuple(layer)[:8] for layer in each), strict=True)))
 
     @property
     def total(self) -> float:
@@ -148,8 +150,9 @@ class StageSeconds:
         Exchanges run beside the other half's computation, and take some of the device's processors from it.
         """
         exchanged = self.exchanged + other.exchanged
-        computed = self.forward + other.input_grad + (0.0 if split else other.weight_grad) - exchanged
-        return computed + exchanged - max(computed + EXCHANGE_SHARE * exchanged, exchanged)
+        stands = exchanged - self.beside_forward - other.beside_backward
+        computed = self.forward + other.input_grad + (0.0 if split else other.weight_grad) - stands
+        return computed + stands - max(computed + EXCHANGE_SHARE * stands, exchanged)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,8 @@ class AxisRates:
     """Rates in bytes per second of a group's exchange, by axis: within a node, or between nodes where the axis leaves it.
 
     `pp` is that of a message between pipeline ranks of one node, `away` that to the next node (both, where all leave it). A rank
-    has `devices`, at most those of a node, which has `per_node`. `latency` is in seconds.
+    has `devices`, at most those of a node, which has `per_node`. `latency` is in seconds. `inside` is the share of an
+    exchange with experts that is its hop inside a node, where it has another between nodes.
     """
 
     tp: float
@@ -169,12 +173,16 @@ class AxisRates:
     devices: int
     per_node: int
     latency: float
+    inside: float = 0.0
 
     @classmethod
-    def of(cls, layout: PlannedLayout, device: Device, shape: DecoderShape) -> AxisRates:
+    def of(cls, layout: PlannedLayout, device: Device, shape: DecoderShape, ep_nodes: int = 0) -> AxisRates:
         """tp is the fastest axis, then cp and ep, dp, pp.
 
         A group's rings leave a node through the port of each device of it there, and are no faster than the node's links.
+
+        Args:
+            ep_nodes: nodes to each of which a token is sent once; 1: to each expert by itself; 0: as many as experts are on.
         """
 
         def rate(size: int, stride: int) -> float:
@@ -183,9 +191,10 @@ class AxisRates:
             return min(device.within(inside), across)
 
         devices = min(device.per_node, layout.tp * layout.cp * layout.dp)
+        experts, inside = _expert_rate(layout, device, shape, ep_nodes)
         return cls(
             rate(layout.tp, 1),
-            _expert_rate(layout, device, shape),
+            experts,
             rate(layout.cp, layout.tp),
             rate(layout.dp * layout.cp, layout.tp),
             device.within(2) if 2 * devices <= device.per_node else device.port,
@@ -193,6 +202,7 @@ class AxisRates:
             devices,
             device.per_node,
             device.latency,
+            inside,
         )
 
 
@@ -201,19 +211,25 @@ def expert_nodes(layout: PlannedLayout, device: Device) -> int:
     return -(-layout.ep // max(1, device.per_node // (1 if layout.etp == 1 else layout.tp)))
 
 
-def _expert_rate(layout: PlannedLayout, device: Device, shape: DecoderShape) -> float:
-    """Bytes of rows sent to experts on other ranks per second.
+def _expert_rate(layout: PlannedLayout, device: Device, shape: DecoderShape, ep_nodes: int) -> tuple[float, float]:
+    """Return the bytes of rows sent to experts on other ranks per second, and the share of that time inside a node.
 
     Between nodes a token is sent once to each that holds one of its experts (of k experts spread over n nodes
-    n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them.
+    n (1 - (1 - 1/n)^k)), and from there to the ranks; node-limited routing lets fewer nodes hold them. In one level each of its
+    rows is sent by itself, through links and port at once.
     """
-    ep, nodes, experts = layout.ep, expert_nodes(layout, device), shape.num_experts_per_tok
-    inside, within = ep / nodes, device.within(-(-ep // nodes))
-    if nodes == 1 or not experts:
-        return within
-    reached = max(1.0, nodes * shape.topk_group / shape.n_group)
-    across = reached * (1 - (1 - 1 / reached) ** experts) / experts * (nodes - 1) / nodes
-    return (ep - 1) / ep / (across / device.port + (inside - 1) / inside / within)
+    ep, on, experts = layout.ep, expert_nodes(layout, device), shape.num_experts_per_tok
+    nodes, within = ep_nodes or on, device.within(-(-ep // on))
+    if on == nodes == 1 or not experts:
+        return within, 0.0
+    port = device.port if on > 1 else within
+    if nodes == 1:
+        inside = ep / on
+        return (ep - 1) / max((ep - inside) / port, (inside - 1) / within), 0.0
+    inside, reached = ep / nodes, max(1.0, nodes * shape.topk_group / shape.n_group)
+    across = reached * (1 - (1 - 1 / reached) ** experts) / experts * (nodes - 1) / nodes / port
+    hop = (inside - 1) / inside / within
+    return (ep - 1) / ep / (across + hop), hop / (across + hop)
 
 
 def gathers_by_microbatch(layout: PlannedLayout, runtime: Runtime) -> bool:
@@ -229,9 +245,10 @@ def stage_times(
     A product takes the larger of its operations over the rate that its shortest side allows and of its bytes over the memory's
     rate; an exchange takes its bytes over the link's rate. Backward: two products for each of the forward, one of them I's and
     one W's; exchanges and elementwise work belong to I. What is recomputed adds its forward to I. Gathers of sharded weights
-    run beside the layer before, and take time as far as they are longer than a layer.
+    run beside the layer before, and take time as far as they are longer than a layer. In chunks of the tokens, exchanges with
+    experts run beside the experts of other chunks (`run_block`), and each chunk has launches and latencies of its own.
     """
-    sums = [0.0] * 6
+    sums = [0.0] * 8
     for layer in layers:
         times = _layer_times(layer, layout, runtime, device, links)
         if gathers_by_microbatch(layout, runtime):
@@ -240,7 +257,7 @@ def stage_times(
                 runtime.element * sum(layer.parameters) * (replicas - 1) / replicas, links.dp, links.latency
             )
             waits = max(0.0, gather - times[0]), max(0.0, 3 * gather - times[1] - times[2])
-            times = tuple(map(add, times, (*waits, 0.0, *waits, 0.0)))
+            times = tuple(map(add, times, (*waits, 0.0, *waits, 0.0, 0.0, 0.0)))
         sums = [total + each for total, each in zip(sums, times, strict=True)]
     return StageSeconds(*sums)
 
@@ -250,16 +267,20 @@ def _layer_times(
 ) -> tuple[float, ...]:
     """The fields of `StageSeconds` for one layer whose weights are there."""
     forward = input_grad = weight_grad = sent_forward = sent_backward = exchanged = 0.0
+    experts, beside = [0.0, 0.0], [0.0, 0.0]  # of F and I
+    chunks = layout.ep_chunks if layout.ep > 1 else 1
     whole = bool(layer.dropped) and layer.dropped == layer.tensors.keys()  # a whole block repeats its exchanges too
     for op in layer.ops:
-        product = _product_seconds(op, runtime.element, device)
-        elementwise = op.traffic / device.elementwise + device.launch
-        to_experts = _seconds(op.ep_bytes, links.ep, links.latency)
+        parts = chunks if op.name.startswith("expert_") else 1
+        product = parts * _product_seconds(op, runtime.element, device, parts)
+        elementwise = op.traffic / device.elementwise + parts * device.launch
+        to_experts = chunks * _seconds(op.ep_bytes / chunks, links.ep, links.latency)
         sent = _seconds(op.tp_bytes, links.tp, links.latency)
         if runtime.overlaps_exchange:  # all parts but the first, or the last
             sent -= min((1 - 1 / layout.tp) * sent, product)
         sent += to_experts
         sent += _seconds(op.cp_bytes * (layout.cp - 1), links.cp, links.latency)
+        before = input_grad
         forward += product + elementwise + sent
         sent_forward += sent
         exchanged += to_experts
@@ -273,6 +294,15 @@ def _layer_times(
         if whole or op.makes in layer.dropped - layer.copied:
             input_grad += product + elementwise + sent * whole
             sent_backward += sent * whole
+        if op.name.startswith("expert_"):
+            again = whole * (product + elementwise)  # before the backward begins
+            experts = [experts[0] + product + elementwise, experts[1] + input_grad - before - again]
+    if chunks > 1 and exchanged:
+        beside = [_hidden_in_chunks(exchanged / 2, each, chunks, links.inside) for each in experts]
+        again = beside[0] * whole
+        forward -= (1 - EXCHANGE_SHARE) * beside[0]
+        input_grad -= (1 - EXCHANGE_SHARE) * (beside[1] + again)
+        sent_forward, sent_backward = sent_forward - beside[0], sent_backward - beside[1] - again
     copies = sum(layer.tensors[name] for name in layer.copied) / device.host_link  # beside the computation
     return (
         max(forward, copies),
@@ -281,24 +311,38 @@ def _layer_times(
         sent_forward,
         sent_backward,
         exchanged,
+        *beside,
     )
+
+
+def _hidden_in_chunks(talk: float, experts: float, chunks: int, inside: float) -> float:
+    """Return the seconds of a layer's dispatch and combine that run beside its experts, or beside each other.
+
+    Args:
+        talk: seconds of each of them, of all chunks together, as those of the experts; `inside` is the share of it inside a node.
+    """
+    parts, hops = (PhaseTimes(0.0, 0.0, 0.0), PhaseTimes(experts, 0.0, 0.0)), ((1 - inside) * talk,) * 2
+    block = run_block([LayerSegments(*parts, *hops, inside=inside * talk, chunks=chunks)], ())
+    return 2 * talk + experts - length(block)
 
 
 def _seconds(size: float, rate: float, latency: float) -> float:
     return size / rate + latency if size else 0.0
 
 
-def _product_seconds(op: Op, element: int, device: Device) -> float:
+def _product_seconds(op: Op, element: int, device: Device, parts: int = 1) -> float:
+    """Return the seconds of a product, or of one of several parts of its rows."""
     if not op.flops:
         return 0.0
     rate = device.flops * device.efficiency
     if op.attends:
         return op.flops / (rate * device.attention_share)
     (size, count), *_ = op.weights
-    rows = op.flops / (2 * size * count)  # of one expert, or of all tokens
+    flops = op.flops / parts
+    rows = flops / (2 * size * count)  # of one expert, or of all tokens
     side = min(rows, math.sqrt(size))
     share = side / (side + device.half_rate_side) * (device.grouped_share if op.expert else 1.0)
-    return max(op.flops / (rate * share), element * size * count / device.elementwise)
+    return max(flops / (rate * share), element * size * count / device.elementwise)
 
 
 def costs(times: Sequence[StageSeconds], layout: PlannedLayout, row: float, links: AxisRates) -> Costs:
@@ -403,7 +447,7 @@ def exposed(timeline: Timeline, of_stage: Sequence[tuple[float, float, int]]) ->
         first: dict[int, tuple[float, float]] = {}
         last: dict[int, tuple[float, float]] = {}
         for cell, start, end in zip(program, starts, ends, strict=True):
-            for action in parts(cell):
+            for action in parts_of(cell):
                 kind = kind_of(action.kind)
                 if kind.is_forward and not kind.vocabulary:
                     first.setdefault(action.stage, (start, end))

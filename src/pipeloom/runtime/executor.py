@@ -249,7 +249,7 @@ class Executor:
                 if not computes:
                     hooks.beside(action, partial(EXECUTIONS[action.kind], flight, stage, queue))
                 else:
-                    if hooks.before_layer is not None and (action.kind != "F" or stage.segmented):
+                    if action.kind != "F" or stage.segmented:
                         self._await_weights(action)
                     EXECUTIONS[action.kind](flight, stage, queue)
         except Exception as error:

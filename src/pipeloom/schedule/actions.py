@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from pipeloom.errors import ScheduleError, UsageError
 
 KindName = str  # the letter of a kind
-Resource = Literal["computation", "communication"]  # of the segments of an action
+Resource = Literal["computation", "communication", "inside"]  # of segments; inside: links inside a node
 
 OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = "output", "input gradient", "weight gradient"
 EVENTS = (OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT)

@@ -1,4 +1,4 @@
-"""Segments: a stage's F, I and W on two resources, computation and communication, and the gain from overlapping them.
+"""Segments: a stage's F, I and W on computation and links, and the gain from overlapping them.
 
 A layer computes attention and experts; its tokens are sent to the experts (dispatch) and back (combine). An overlapped pair
 runs one micro-batch's forward and another's backward, layer pair by layer pair, each resource in this order:
@@ -7,12 +7,14 @@ runs one micro-batch's forward and another's backward, layer pair by layer pair,
     communication   B.combine  F.dispatch  B.dispatch  F.combine
 
 A segment starts when its resource is free and what it needs has ended. So the times of pairs follow from the layers' times.
+In chunks of its tokens a layer sends all of them at once, and computes the experts of each as soon as it has come. With two
+levels each all-to-all has a hop between nodes and one inside a node, on links of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any, Literal, NamedTuple
@@ -40,11 +42,13 @@ class LayerSegments:
     Attributes:
         attention: computation before the dispatch; all of a layer that has no experts.
         experts: computation between dispatch and combine.
-        dispatch, combine: the forward's all-to-alls.
+        dispatch, combine: the forward's all-to-alls; with two levels, their hops between nodes.
         dispatch_backward, combine_backward: the backward's; None: as long as the forward's.
+        inside: each all-to-all's hop inside a node, on a link of its own; 0: there is one level.
+        chunks: equal parts of the tokens, whose all-to-alls run beside the experts of the others; times are those of all chunks.
 
     Raises:
-        UsageError: a negative or not finite time.
+        UsageError: a negative or not finite time, or fewer chunks than one.
     """
 
     attention: PhaseTimes = UNIT
@@ -53,12 +57,28 @@ class LayerSegments:
     combine: float = 0.0
     dispatch_backward: float | None = None
     combine_backward: float | None = None
+    inside: float = 0.0
+    chunks: int = 1
 
     def __post_init__(self) -> None:
-        talks = (self.dispatch, self.combine, self.dispatch_backward, self.combine_backward)
+        talks = (self.dispatch, self.combine, self.dispatch_backward, self.combine_backward, self.inside)
         for time in (*self.attention, *self.experts, *(talk for talk in talks if talk is not None)):
             if not math.isfinite(time) or time < 0:
                 raise UsageError(f"a segment's time is {time}; it must be a finite number of at least 0")
+        if self.chunks < 1:
+            raise UsageError(f"a layer's chunks are {self.chunks}; nearest: 1")
+
+    @property
+    def exchanges(self) -> bool:
+        """Return whether the layer sends tokens to experts."""
+        return any((*self.experts, self.dispatch, self.combine, *self.backward_talk, self.inside))
+
+    def times(self, factor: float) -> LayerSegments:
+        """Return the segments with all times multiplied, those of the backward given."""
+        attention, experts = (PhaseTimes(*(factor * time for time in part)) for part in (self.attention, self.experts))
+        back, there = (factor * talk for talk in self.backward_talk)
+        talks = factor * self.dispatch, factor * self.combine, there, back, factor * self.inside
+        return LayerSegments(attention, experts, *talks, self.chunks)
 
     @property
     def backward_talk(self) -> tuple[float, float]:
@@ -77,31 +97,41 @@ class ScheduledSegment(NamedTuple):
     end: float
 
 
-@dataclass
-class _Resources:
-    """Both resources: the time from which each is free, and the segments that have run."""
-
-    free: dict[Resource, float] = field(default_factory=lambda: {"computation": 0.0, "communication": 0.0})
-    done: list[ScheduledSegment] = field(default_factory=list)
-
-    def run(self, name: str, layer: int, resource: Resource, time: float, after: float) -> float:
-        """Run a segment from `after` on; return its end. One that takes no time is not recorded and delays nothing."""
-        if time == 0:
-            return after
-        start = max(self.free[resource], after)
-        self.free[resource] = start + time
-        self.done.append(ScheduledSegment(name, layer, resource, start, start + time))
-        return start + time
-
-
 LayerSequence = Sequence[LayerSegments]
 WeightGradMode = Literal["split", "fused", "later"]
+
+_Step = tuple[Literal["start", "wait", "turn", "attention", "experts"], int, int]
+"""A start or a wait with its chunk and hop; where a pair goes on with its other half; or a computation with its chunk."""
+
+
+@dataclass
+class _Device:
+    """The time on a device, the times from which its links are free, and the segments that have run."""
+
+    now: float = 0.0
+    free: dict[Resource, float] = field(default_factory=lambda: {"communication": 0.0, "inside": 0.0})
+    done: list[ScheduledSegment] = field(default_factory=list)
+
+    def compute(self, name: str, layer: int, time: float) -> None:
+        """Run a computation. One that takes no time is not recorded."""
+        if time:
+            self.done.append(ScheduledSegment(name, layer, "computation", self.now, self.now + time))
+            self.now += time
+
+    def send(self, name: str, layer: int, link: Resource, time: float) -> float:
+        """Start a communication behind those on its link; return its end."""
+        if not time:
+            return self.now
+        start = max(self.now, self.free[link])
+        self.free[link] = start + time
+        self.done.append(ScheduledSegment(name, layer, link, start, start + time))
+        return start + time
 
 
 def run_block(
     forward: LayerSequence, backward: LayerSequence, weights: WeightGradMode = "split"
 ) -> tuple[ScheduledSegment, ...]:
-    """One block on two resources: an overlapped pair, or a forward or a backward alone where the other is empty.
+    """One block on a device and its links: an overlapped pair, or a forward or a backward alone where the other is empty.
 
     Args:
         forward: the layers of the stage that goes forward, first to last.
@@ -112,52 +142,95 @@ def run_block(
     Returns:
         The segments, in the order in which each resource ran them.
     """
-    resources = _Resources()
-    output = gradient = 0.0
-    last = len(backward) - 1
-    for turn in range(max(len(forward), len(backward))):
-        ahead = forward[turn] if turn < len(forward) else None
-        back = backward[last - turn] if turn <= last else None
-        output, gradient = _layer_pair(resources, (ahead, back), (turn, last - turn), (output, gradient), weights)
-    return tuple(resources.done)
+    device = _Device()
+    halves = [_backward(device, backward, weights), _forward(device, forward)]
+    if not any(layer.exchanges for layer in backward):
+        halves.reverse()
+    while halves:
+        halves = [half for half in halves if next(half, None)]
+    return tuple(device.done)
 
 
-def _layer_pair(
-    resources: _Resources,
-    layers: tuple[LayerSegments | None, LayerSegments | None],
-    at: tuple[int, int],
-    ready: tuple[float, float],
-    weights: WeightGradMode,
-) -> tuple[float, float]:
-    """Run one layer forward and one backward, either may be None; return when the output and the gradient are complete."""
-    ahead, back = layers
-    output, gradient = ready
-    run = resources.run
-    fused = weights == "fused"
+def _forward(device: _Device, layers: LayerSequence) -> Iterator[Literal[True]]:
+    """Run a forward; yield where a pair goes on with its backward."""
+    for at, layer in enumerate(layers):
+        hops, ends = _hops(layer, layer.dispatch, layer.combine), {}
+        for what, chunk, hop in _steps(layer):
+            if what == "turn":
+                yield True
+            elif what == "start":
+                name, link, time = hops[hop]
+                ends[chunk, hop] = device.send(f"F.{name}", at, link, time)
+            elif what == "wait":
+                device.now = max(device.now, ends[chunk, hop])
+            else:
+                device.compute(f"F.{what}", at, _part(layer, what).forward)
 
-    def back_through(name: str, times: PhaseTimes, after: float) -> float:
-        spent = times.input_grad + (times.weight_grad if fused else 0.0)
-        end = run(f"B.{name}", at[1], "computation", spent, after)
-        if weights == "split":
-            run(f"W.{name}", at[1], "computation", times.weight_grad, end)
-        return end
 
-    if ahead is not None:
-        output = run("F.attention", at[0], "computation", ahead.attention.forward, output)
-    if back is not None:
-        gradient = run("B.combine", at[1], "communication", back.backward_talk[0], gradient)
-    if ahead is not None:
-        output = run("F.dispatch", at[0], "communication", ahead.dispatch, output)
-    if back is not None:
-        gradient = back_through("experts", back.experts, gradient)
-    if ahead is not None:
-        output = run("F.experts", at[0], "computation", ahead.experts.forward, output)
-    if back is not None:
-        gradient = run("B.dispatch", at[1], "communication", back.backward_talk[1], gradient)
-        gradient = back_through("attention", back.attention, gradient)
-    if ahead is not None:
-        output = run("F.combine", at[0], "communication", ahead.combine, output)
-    return output, gradient
+def _backward(device: _Device, layers: LayerSequence, weights: WeightGradMode) -> Iterator[Literal[True]]:
+    """Run a backward, the steps of the forward from the last on; yield where a pair goes on with its forward."""
+    later: list[
+        tuple[str, int, float]
+    ] = []  # weight gradients, which are computed once the next communication has started
+
+    def flush() -> None:
+        for each in later:
+            device.compute(*each)
+        later.clear()
+
+    for at, layer in reversed([*enumerate(layers)]):
+        hops, ends = _hops(layer, *layer.backward_talk[::-1]), {}
+        for what, chunk, hop in reversed(_steps(layer)):
+            if what == "turn":
+                flush()
+                yield True
+            elif what == "wait":
+                name, link, time = hops[hop]
+                ends[chunk, hop] = device.send(f"B.{name}", at, link, time)
+            elif what == "start":
+                flush()
+                device.now = max(device.now, ends[chunk, hop])
+            else:
+                times = _part(layer, what)
+                device.compute(f"B.{what}", at, times.input_grad + (weights == "fused") * times.weight_grad)
+                if weights == "split":
+                    later.append((f"W.{what}", at, times.weight_grad))
+    flush()
+
+
+def _part(layer: LayerSegments, name: str) -> PhaseTimes:
+    """The times of the attention, or of one chunk's experts."""
+    return layer.attention if name == "attention" else PhaseTimes(*(time / layer.chunks for time in layer.experts))
+
+
+def _hops(layer: LayerSegments, dispatch: float, combine: float) -> list[tuple[str, Resource, float]]:
+    """The (name, link, time of a chunk) of each hop, to the experts and back."""
+    there: list[tuple[str, Resource, float]] = [("dispatch", "communication", dispatch / layer.chunks)]
+    back: list[tuple[str, Resource, float]] = [("combine", "communication", combine / layer.chunks)]
+    if layer.inside:
+        there.append(("dispatch", "inside", layer.inside / layer.chunks))
+        back.insert(0, ("combine", "inside", layer.inside / layer.chunks))
+    return [*there, *back]
+
+
+def _steps(layer: LayerSegments) -> list[_Step]:
+    """The forward's steps, in the order of the runtime (`in_turns` in `ops/segments.py`): hop h of chunk i is waited for in
+    step i + h, behind the start of the hop before it.
+    """
+    steps: list[_Step] = [("attention", 0, 0)]
+    if not layer.exchanges:
+        return steps
+    hops, begun = 4 if layer.inside else 2, list[_Step]()
+    steps += [("start", chunk, 0) for chunk in range(layer.chunks)]
+    steps.append(("turn", 0, 0))
+    for step in range(layer.chunks + hops - 2):
+        for hop in range(hops - 1):
+            if 0 <= (chunk := step - hop) < layer.chunks:
+                steps += [*begun, ("wait", chunk, hop)]
+                if hop == hops // 2 - 1:
+                    steps.append(("experts", chunk, 0))
+                begun = [("start", chunk, hop + 1)]
+    return [*steps, *begun, ("turn", 0, 0), *(("wait", chunk, hops - 1) for chunk in range(layer.chunks))]
 
 
 def length(block: Sequence[ScheduledSegment]) -> float:
@@ -198,12 +271,12 @@ class SegmentCosts:
     def costs(self, **others: Any) -> Costs:
         """F, I, W, B alone, F|B, F|I and the share of all-to-all, from the segments; `others`: all else of `Costs` (p2p ...).
 
-        F and I alone are their segments one after the other; B alone hides all-to-all behind W where `split`. `all_to_all` is
-        the communication's share of F + I.
+        F and I alone hide the all-to-all of their own chunks, if any; B alone hides it behind W where `split`. `all_to_all` is
+        the share of F + I in which nothing computes.
         """
-        forward = [length(run_block(layers, ())) for layers in self.stages]
-        input_grad = [length(run_block((), layers, "later")) for layers in self.stages]
-        talk = [sum(x.dispatch + x.combine + sum(x.backward_talk) for x in layers) for layers in self.stages]
+        alone = [(run_block(layers, ()), run_block((), layers, "later")) for layers in self.stages]
+        forward, input_grad = zip(*(map(length, both) for both in alone), strict=True)
+        talk = [sum(map(exposed, both)) for both in alone]
         whole = map(add, forward, input_grad)
         count = range(len(self.stages))
         times: dict[str, Sequence[Any]] = {

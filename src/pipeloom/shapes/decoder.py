@@ -93,6 +93,7 @@ class DecoderShape(DecoderSizes):
         num_shared_experts: width, in experts, of the gated expert that every token uses.
         router: one of ROUTERS.
         capacity_factor: rows per expert over an even share; 0: unlimited.
+        pad_to_capacity: whether each expert computes as many rows in training, however many tokens chose it.
         aux_loss_coef, z_loss_coef: factors of the load-balance loss and of the mean squared logsumexp of the router's logits.
         num_nextn_predict_layers: blocks behind the last one that predict tokens further ahead, in training alone.
         mtp_loss_coef: factor of the mean of their losses.
@@ -136,6 +137,7 @@ class DecoderShape(DecoderSizes):
     num_shared_experts: int = 0
     router: str = "softmax"
     capacity_factor: float = 0.0
+    pad_to_capacity: bool = False
     aux_loss_coef: float = 0.01
     z_loss_coef: float = 0.001
     num_nextn_predict_layers: int = 0

@@ -120,7 +120,7 @@ _VERIFIED = """
 """
 VERIFIED_FAMILIES = frozenset(_VERIFIED.split())
 _NUMBERS = "rope_theta rms_norm_eps dropout capacity_factor aux_loss_coef z_loss_coef mtp_loss_coef"
-_SWITCHES = "tie_word_embeddings attention_bias qkv_bias qk_norm mlp_bias norm_topk_prob shared_expert_gate gated"
+_SWITCHES = "tie_word_embeddings attention_bias qkv_bias qk_norm mlp_bias norm_topk_prob shared_expert_gate gated pad_to_capacity"
 _OF_SHAPES = {each.name for each in fields(DecoderShape)} - {"reach", "counted", "name"}
 _SPARSE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 _NULL = ("num_key_value_heads", "head_dim", "sliding_window")  # null says: as many as queries; of the hidden size; none

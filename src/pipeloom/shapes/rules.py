@@ -31,6 +31,9 @@ class Exclusion(NamedTuple):
 _ROWS = """
 router | cut | it draws numbers for whole sequences, which slices or context parallelism cut; nearest: "softmax" or "sigmoid"
 capacity_factor | cut | it counts choices of whole sequences, which slices or context parallelism cut; nearest: 0
+pad_to_capacity | dropless | it needs a capacity; nearest: capacity_factor 1
+pad_to_capacity | ep_nodes | it pads rows of experts, not of machines; nearest: ep_nodes 1
+pad_to_capacity | ep_chunks | it pads rows of all tokens, not of chunks of them; nearest: ep_chunks 1
 ep_blocks | cut | it needs whole sequences, which slices or context parallelism cut; use ep_chunks
 ep_blocks | capacity_factor | it needs capacity_factor 0, not {capacity_factor:g}; or use ep_chunks
 ep_blocks | tp | it needs tp 1, not {tp}; or use ep_chunks

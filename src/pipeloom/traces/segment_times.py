@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from pipeloom.schedule.segments import LayerSegments, PhaseTimes
 
 _COMPUTATIONS, _COMMUNICATIONS = (
     ("attention", "experts"),
-    ("dispatch", "combine", "dispatch_backward", "combine_backward"),
+    ("dispatch", "combine", "dispatch_backward", "combine_backward", "inside"),
 )
 _FORM = (
     'an object with "attention" and "experts": [F, I, W], "dispatch" and "combine": T, and optionally "dispatch_backward", '
-    '"combine_backward" and "layers": N'
+    '"combine_backward" and "inside": T, "chunks" and "layers": N'
 )
+_MOST_CHUNKS = 1000
 
 
 def read_segments(text: str) -> dict[str, tuple[LayerSegments, ...]]:
@@ -44,13 +46,14 @@ def _of_file(path: Path) -> tuple[LayerSegments, ...]:
         if content is None:
             raise UsageError(f"{path} has no segment times: its model has no experts")
         layers: int = number_in(f"{path}: layers", content.get("layers", 1), 1, MOST_LAYERS, whole=True)
-        return (_layer(content),) * layers
+        chunks: int = number_in(f"{path}: chunks", content.get("chunks", 1), 1, _MOST_CHUNKS, whole=True)
+        return (replace(_layer(content), chunks=chunks),) * layers
     except (OSError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"{path} is not a file of segment times ({error!r:.100}); it holds {_FORM}") from None
 
 
 def _layer(content: Mapping[str, Any]) -> LayerSegments:
-    if unknown := sorted(content.keys() - {*_COMPUTATIONS, *_COMMUNICATIONS, "layers"}):
+    if unknown := sorted(content.keys() - {*_COMPUTATIONS, *_COMMUNICATIONS, "chunks", "layers"}):
         raise KeyError(unknown[0])
     times: dict[str, Any] = {name: PhaseTimes(*map(float, content[name])) for name in _COMPUTATIONS}
     times |= {name: float(content[name]) for name in _COMMUNICATIONS if name in content}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import runpy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -229,27 +230,53 @@ def test_the_ported_model_trains_alike_in_a_loop_and_in_a_pipeline() -> None:
     assert max(losses) < 0.36  # the variance of the targets
 
 
-def host_reads(rank: int, ep: int = 1, nodes: int = 1) -> dict[float, list[str]]:
-    """Capacity factor -> what the host reads of the device in a forward and a backward."""
+def host_reads(rank: int, ep: int = 1, nodes: int = 1) -> dict[tuple[float, bool], list[str]]:
+    """Capacity factor, and whether rows are padded to it -> what the host reads of the device in a forward and a backward."""
     mesh = Mesh.of(MeshShape(dp=ep, ep=ep, ep_nodes=nodes)) if ep > 1 else None
     parallel = None if mesh is None else ExpertParallel(mesh.ep)
     if mesh is not None and nodes > 1:
         parallel = ExpertParallel(mesh.ep, nodes, mesh.inside, mesh.across)
     found = {}
-    for capacity in (0.0, 0.5):
-        gate = TopKGate(GateShape(HIDDEN, EXPERTS, capacity_factor=capacity))
+    for capacity, pads in ((0.0, False), (0.5, False), (0.5, True)):
+        if pads and nodes > 1:
+            continue
+        gate = TopKGate(GateShape(HIDDEN, EXPERTS, capacity_factor=capacity, pad_to_capacity=pads))
         layer = MoELayer(gate, Experts(EXPERTS, HIDDEN, 8, parallel), parallel)
-        x = torch.randn(16 + rank, HIDDEN, requires_grad=True)
+        x = torch.randn(16 if pads else 16 + rank, HIDDEN, requires_grad=True)
         with HostReads() as counted:
             out = layer(x)
             (out.sum() + layer.aux_loss).backward()
         assert x.grad is not None
-        found[capacity] = counted.reads
+        found[capacity, pads] = counted.reads
     return found
 
 
 def test_the_host_reads_the_counts_of_rows_and_nothing_else() -> None:
-    """Without and with a capacity: one read a layer, of all ranks' counts where there are several."""
-    assert host_reads(0) == {0.0: ["tolist"], 0.5: ["tolist"]}
+    """One read a layer, of all ranks' counts where there are several, and none where rows are padded to a capacity."""
+    assert host_reads(0) == {(0.0, False): ["tolist"], (0.5, False): ["tolist"], (0.5, True): []}
     for ep, nodes in ((2, 1), (4, 2)):
-        assert run_ranks(host_reads, ep, ep, nodes) == [{0.0: ["cpu"], 0.5: ["cpu"]}] * ep
+        want = {(0.0, False): ["cpu"], (0.5, False): ["cpu"]} | ({(0.5, True): []} if nodes == 1 else {})
+        assert run_ranks(host_reads, ep, ep, nodes) == [want] * ep
+
+
+def test_a_gate_pads_to_a_capacity_alone_and_in_training() -> None:
+    with pytest.raises(ArgumentError, match="pad_to_capacity=1 needs a capacity; nearest: capacity_factor 1"):
+        TopKGate(GateShape(HIDDEN, EXPERTS, pad_to_capacity=True))
+    gate = TopKGate(GateShape(HIDDEN, EXPERTS, capacity_factor=1.2, pad_to_capacity=True))
+    seen = []
+
+    class Seen(nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            seen.append(len(rows))
+            return super().forward(rows)
+
+    layer, x = MoELayer(gate, lambda: Seen(HIDDEN, HIDDEN)), torch.randn(32, HIDDEN)
+    out = layer(x)
+    assert seen == [math.ceil(1.2 * 32 * 2 / EXPERTS)] * EXPERTS
+    seen.clear()
+    layer.eval()
+    torch.testing.assert_close(layer(x), out)
+    assert sum(seen) <= 32 * 2
+    for name, parallel in (("ep_nodes", {"nodes": 2}), ("ep_chunks", {"chunks": 2})):
+        with pytest.raises(ArgumentError, match=f"pad_to_capacity=1 pads rows .* nearest: {name} 1"):
+            MoELayer(gate, lambda: nn.Linear(HIDDEN, HIDDEN), ExpertParallel(Axis((0, 1), 0, None), **parallel))

@@ -31,6 +31,7 @@ ROUTERS: list[dict[str, Any]] = [
     {"router": "noisy"},
     {"router": "sigmoid", "num_shared_experts": 1},
 ]
+PADDED = [changes | {"pad_to_capacity": True} for changes in ROUTERS if "capacity_factor" in changes]
 WAYS = [Way(), Way(split=True), Way(recompute=True), Way(chunks=3), Way(chunks=2, split=True, recompute=True)]
 BLOCK_WAYS = [Way(blocks=2), Way(blocks=3, split=True), Way(blocks=8, recompute=True)]
 
@@ -84,7 +85,22 @@ def over_tensor_parallel(rank: int) -> None:
             compare(shape, way, mesh, want)
 
 
-@pytest.mark.parametrize(("function", "world"), [(over_two, 2), (over_four, 4), (over_tensor_parallel, 4)])
+def padded(rank: int) -> None:
+    """Rows beside the chosen ones change nothing: want is one process that computes none."""
+    for changes in PADDED:
+        want = serial(model(**changes | {"pad_to_capacity": False}), 2)
+        loss, gradients, loads = serial(model(**changes), 2)
+        assert abs(loss - want[0]) < 1e-5 * want[0]
+        assert worst(gradients, want[1]) < 1e-5
+        assert loads == want[2]
+        assert loads[-1] > 0  # some choices are dropped
+        for way in (Way(), Way(split=True, recompute=True)):
+            compare(model(**changes), way, mesh_of(dp=2, ep=2), want)
+    shape = model(num_key_value_heads=4, **PADDED[0])
+    compare(shape, Way(sequence=True), mesh_of(dp=1, tp=2), serial(shape, 1))
+
+
+@pytest.mark.parametrize(("function", "world"), [(over_two, 2), (over_four, 4), (over_tensor_parallel, 4), (padded, 2)])
 def test_it_is_one_process(function: Callable[[int], None], world: int) -> None:
     run_ranks(function, world)
 

@@ -13,6 +13,7 @@ from pipeloom.cli import app
 def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
     file, chart = tmp_path / "costs.json", tmp_path / "links.svg"
     keys = "--model.num_experts 2 --parallel.pp 1 --parallel.dp 2 --parallel.ep 2 --schedule.name 1f1b-overlap"
+    keys += " --parallel.ep_chunks 2"
     words = f"profile tiny --processes 2 --repeats 2 {keys} --schedule.microbatches 4 --output {file} --svg {chart}"
     done = pipeloom(*words.split())
     assert done.returncode == 0, done.stderr
@@ -24,6 +25,7 @@ def test_a_profile_is_measured_and_read_by_other_commands(tmp_path, capsys):
     exchange = links["ep", "all-to-all"]
     assert exchange["ranks"] == [0, 1]
     assert form["segments"]["dispatch"] > exchange["latency"] > 0
+    assert form["segments"]["chunks"] == 2
     assert "all-to-all" in chart.read_text()
 
     capsys.readouterr()

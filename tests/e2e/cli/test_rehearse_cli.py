@@ -9,6 +9,8 @@ import pytest
 
 import pipeloom as pl
 from commands import pipeloom
+from pipeloom.schedule.segments import SegmentCosts
+from pipeloom.traces.segment_times import read_segments
 
 SIZES = "--ranks 2 --microbatches 4"
 
@@ -21,6 +23,24 @@ def test_coupled_sends_with_a_slow_link() -> None:
     coupled = pl.simulate(pl.schedules.one_f_one_b(2, 4), pl.Costs(p2p=2, sends="coupled")).makespan
     assert about["simulated"] == pytest.approx(coupled * 0.01)
     assert about["rehearsed"] >= 0.98 * about["simulated"]
+
+
+def test_segments_in_chunks_are_rehearsed_as_they_are_simulated(tmp_path: Path) -> None:
+    """A stage of two layers: its forward is that of `schedule --segments`, whose chunks hide a part of the all-to-all."""
+    layer = {"layers": 2, "attention": [1, 1, 1], "experts": [2, 2, 2], "dispatch": 2, "combine": 2, "inside": 0.5}
+    simulated = []
+    for chunks in (1, 4):
+        file = tmp_path / "segments.json"
+        file.write_text(json.dumps(layer | {"chunks": chunks}))
+        words = f"rehearse 1f1b {SIZES} --segments {file} --unit 0.005 --steps 2 --json"
+        done = pipeloom(*words.split())
+        assert done.returncode == 0, done.stderr
+        about = json.loads(done.stdout)["rehearsal"]
+        simulated.append(about["simulated"])
+        assert about["rehearsed"] >= 0.98 * about["simulated"]
+        costs = SegmentCosts((read_segments(str(file))["segments"],)).costs()
+        assert about["simulated"] == pytest.approx(0.005 * pl.simulate(pl.schedules.one_f_one_b(2, 4), costs).makespan)
+    assert simulated[1] < 0.8 * simulated[0]
 
 
 def test_a_slow_stage_is_measured_named_and_drawn(tmp_path: Path) -> None:

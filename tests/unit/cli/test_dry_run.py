@@ -47,6 +47,9 @@ def test_it_prints_the_run_and_starts_nothing(
         "dry run: 2 workers would start",
     ):
         assert words in shown, words
+    heads = next(line.split() for line in shown.splitlines() if line.startswith("rank ") and "params" in line)
+    explained = " ".join(shown.split("params: parameters; ")[1].split("\nlearning rate")[0].split())
+    assert ["rank", "params", *(each.split(": ")[0] for each in explained.split("; ")), "peak"] == heads
     assert not (tmp_path / "runs").exists()
 
 
@@ -54,6 +57,9 @@ def test_the_start_says_the_rate_and_why(tmp_path: Path, capsys: pytest.CaptureF
     run(tmp_path, "--checkpoint.resume", "auto")
     rate = "learning rate 0.003 after 2 steps (auto: for a new model of this size); a checkpoint that is resumed keeps its own"
     assert rate in " ".join(capsys.readouterr().out.split())
+    for steps, words in ((0, "0.003 (auto"), (1, "0.003 after 1 step (auto")):
+        run(tmp_path, "--optimizer.warmup_steps", str(steps))
+        assert f"learning rate {words}" in capsys.readouterr().out
     run(tmp_path, "--optimizer.lr", "0.1")
     assert "learning rate 0.1" not in capsys.readouterr().out
 
@@ -182,7 +188,7 @@ def test_columns_without_bytes_on_any_rank_are_left_out() -> None:
         replace(RankMemory(*[0.0] * 9, "0F0"), buffers=2048.0),
     ]
     head, *_, last = memory_lines(ranks, size_words, "peak")
-    assert "temp: used by the action at the peak" in last
+    assert last == "params: parameters; buffers: of messages and libraries"
     rows = [line.split()[0] for line in memory_lines(ranks * 10)[1:-1]]
     assert rows == ["0", "1", "2", "10", "18", "19"]
     assert head.split() == ["rank", "params", "buffers", "peak"]

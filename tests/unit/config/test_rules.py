@@ -17,6 +17,8 @@ EXPERTS = {"model.num_experts": 4}
 USED: dict[str, dict[str, Any]] = {
     "router": {"model.router": "switch", "model.num_experts_per_tok": 1, **EXPERTS},
     "capacity_factor": {"model.capacity_factor": 1.5, **EXPERTS},
+    "pad_to_capacity": {"model.pad_to_capacity": True, **EXPERTS},
+    "dropless": {"model.capacity_factor": 0.0},
     "experts": EXPERTS,
     "dense model": {},
     "num_shared_experts": {"model.num_shared_experts": 1},

@@ -54,8 +54,28 @@ def test_a_file_gives_costs_and_pairs(pipeloom: Run, tmp_path: Path) -> None:
     assert float(row[WAYS[2]]) == found["costs"]["pair"] < float(row[WAYS[0]])
 
 
+def test_a_file_with_chunks_and_two_levels_gives_shorter_forwards(pipeloom: Run, tmp_path: Path) -> None:
+    words = "schedule 1f1b --ranks 2 --microbatches 4 --segments {} --json"
+    forwards = []
+    for more in ({"inside": 1}, {"inside": 1, "chunks": 2}):
+        file = tmp_path / "times.json"
+        file.write_text(json.dumps(TIMES | more))
+        forwards.append(json.loads(pipeloom(words.format(file)).out)["costs"]["forward"])
+    # the first chunk's hops, both experts, one behind what a link still carries, and the second chunk's way back
+    assert forwards == [2 * (1 + 1.5 + 1 + 2 + 1 + 0.5), 2 * (1 + 1.5 + 1 + 1 + 0.5 + 0.25)]
+
+
 @pytest.mark.parametrize(
-    "content", ["", [], {"attention": 3}, TIMES | {"gate": 1}, TIMES | {"dispatch": "x"}, TIMES | {"combine": 10**400}]
+    "content",
+    [
+        "",
+        [],
+        TIMES | {"inside": "x"},
+        {"attention": 3},
+        TIMES | {"gate": 1},
+        TIMES | {"dispatch": "x"},
+        TIMES | {"combine": 10**400},
+    ],
 )
 def test_another_file_is_refused_with_its_form(content: Any, tmp_path: Path) -> None:
     (tmp_path / "times.json").write_text(json.dumps(content))
@@ -63,10 +83,13 @@ def test_another_file_is_refused_with_its_form(content: Any, tmp_path: Path) -> 
         read_segments(str(tmp_path / "times.json"))
 
 
-@pytest.mark.parametrize("layers", [0, -1, 10**400, 2.5, "2", True])
-def test_the_number_of_layers_is_a_whole_one_within_limits(layers: Any, tmp_path: Path) -> None:
-    (tmp_path / "times.json").write_text(json.dumps(TIMES | {"layers": layers}))
-    with pytest.raises(UsageError, match=r"layers = .*: it must be a whole number from 1 to 100,000"):
+@pytest.mark.parametrize(("name", "most"), [("layers", "100,000"), ("chunks", "1,000")])
+@pytest.mark.parametrize("number", [0, -1, 10**400, 2.5, "2", True])
+def test_numbers_of_layers_and_chunks_are_whole_ones_within_limits(
+    name: str, most: str, number: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "times.json").write_text(json.dumps(TIMES | {name: number}))
+    with pytest.raises(UsageError, match=rf"{name} = .*: it must be a whole number from 1 to {most}"):
         read_segments(str(tmp_path / "times.json"))
 
 

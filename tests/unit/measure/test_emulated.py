@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import count
-from pathlib import Path
+from random import Random
 from threading import Event
 from typing import Any
 
@@ -20,7 +20,8 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.actions import parse_action
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+from pipeloom.schedule.transforms import unpair
 
 
 class Hands:
@@ -132,7 +133,7 @@ def test_replicas_of_a_position_are_the_stages_of_their_rank(hands: Hands) -> No
     schedule = pl.schedules.dualpipe(ranks=2, microbatches=4)
     rehearsal = Rehearsal(schedule, Costs(), unit=0.01, slow={schedule.stages_of[1][0]: 2.0})
     for rank in range(2):
-        times = [layer().times.attention.forward for layer in rehearsal.layers(rank, Clock())]
+        times = [layer().layers[0].times.attention.forward for layer in rehearsal.layers(rank, Clock())]
         slowed = schedule.position_of[schedule.stages_of[1][0]]
         assert times == [0.02 if rank == 1 and at == slowed else 0.01 for at in range(2)]
 
@@ -146,17 +147,14 @@ def test_a_weight_gradient_hides_an_all_to_all(hands: Hands) -> None:
     assert hands.now - begun == pytest.approx(0.13)
 
 
-def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands) -> None:
     """ep 4 as 2 x 2, links between nodes 1/8 as fast: a flat all-to-all takes 1.5 of a computation. Top 2 sends 2 copies of a
     token, one of them to the other node; with two levels 3/4 of a token, and one copy inside a node.
     """
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    from two_levels import TwoLevels
 
     def exposed(talk: float, inside: float, chunks: int, blocks: int, microbatches: int) -> float:
         clock, part = Clock(), PhaseTimes(0.01, 0.01, 0.01)
-        times = LayerSegments(part, part, talk, talk)
-        block = partial(TwoLevels, clock, times, inside=inside, chunks=chunks)
+        block = partial(EmulatedLayer, clock, LayerSegments(part, part, talk, talk, inside=inside, chunks=chunks))
         schedule = pl.schedules.build("1f1b-overlap", 1, microbatches)
         pipeline = LocalPipeline([block] * blocks, schedule, loss=lambda out, _: out.mean())
         begun, x = hands.now, torch.ones(microbatches, 1)
@@ -171,6 +169,34 @@ def test_two_levels_in_chunks_hide_more_than_a_flat_exchange(hands: Hands, monke
         whole = exposed(0.75 * 0.015, 0.015 / 8, 1, blocks, microbatches)
         assert levels < 0.52 * flat
         assert levels < 0.52 * whole
+
+
+def some_layer(random: Random) -> LayerSegments:
+    """Random times, in one level or two, in one chunk to four; one in five is dense."""
+
+    def some() -> float:
+        return random.choice([0.5, 1, 2, 3 * random.random()])
+
+    if random.random() < 0.2:
+        return LayerSegments(PhaseTimes(some(), some(), some()), PhaseTimes(0, 0, 0))
+    parts = [PhaseTimes(some(), some(), some()) for _ in range(2)]
+    inside = random.choice([0.0, some()])
+    return LayerSegments(*parts, *(some() for _ in range(4)), inside=inside, chunks=random.randint(1, 4))
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_chunks_and_levels_take_as_long_as_their_simulation(paired: bool, hands: Hands) -> None:
+    """Stages of one to three layers, whose F, B and pairs take what `simulate` has of the same segments."""
+    random = Random(paired)
+    for _ in range(8):
+        layers = tuple(some_layer(random) for _ in range(random.randint(1, 3)))
+        schedule = pl.schedules.build("1f1b-overlap", 1, 3)
+        costs = SegmentCosts((layers,)).costs()
+        rehearsal = Rehearsal(schedule if paired else unpair(schedule), costs, unit=0.01, segments=layers)
+        begun = hands.now
+        _run(rehearsal, hands)
+        assert hands.now - begun == pytest.approx(rehearsal.simulated().makespan)
+        assert rehearsal.simulated().makespan == pytest.approx(0.01 * simulate(rehearsal.schedule, costs).makespan)
 
 
 def test_slices_take_their_shares_of_the_times_and_of_the_messages(hands: Hands) -> None:

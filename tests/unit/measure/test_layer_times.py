@@ -150,6 +150,7 @@ def test_stage_costs_are_sums_over_their_layers_in_the_order_of_the_schedule():
         "experts": [3, 2, 1],
         "dispatch": 40.5,
         "combine": 40.5,
+        "chunks": 1,
         "layers": 1,
     }
 

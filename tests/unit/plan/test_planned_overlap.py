@@ -12,8 +12,9 @@ from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.run import predicted
 from pipeloom.plan.search import OVERLAPPED, _schedules, estimate, neighbouring
-from pipeloom.plan.time import EXCHANGE_SHARE, StageSeconds, with_pairs
+from pipeloom.plan.time import EXCHANGE_SHARE, AxisRates, StageSeconds, with_pairs
 from pipeloom.schedule import Costs
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, length, run_block
 
 H100 = load_device("h100")
 LAYOUT = PlannedLayout(dp=16, pp=4, ep=16, m=32, seq=4096)  # experts on two nodes
@@ -51,6 +52,86 @@ def test_a_pair_is_the_forward_of_one_stage_and_the_backward_of_another():
             assert costs.pair[at][other] == pytest.approx(max(computed + slowed, exchanged))
 
 
+def stage(layout, ep_nodes=0, **device):
+    """The seconds of a block with experts."""
+    of = Planner(load_model("qwen3-30b-a3b"), replace(H100, **device), RUNTIMES["pipeloom"])
+    links = AxisRates.of(layout, of.device, of.shape, ep_nodes)
+    return of.stage_seconds(of.timed_layers(layout)[1:2], layout, links)
+
+
+@pytest.mark.parametrize("ep", [8, 16])  # on one node, and on two
+def test_chunks_hide_what_their_segments_hide(ep):
+    """Without what a launch and an exchange take besides, and with products as fast in parts: F is the segments' F."""
+    ideal = {"launch": 0.0, "latency": 0.0, "half_rate_side": 0.0, "bandwidth": 1e30}
+    layout = replace(LAYOUT, dp=ep, ep=ep)
+    whole = stage(layout, **ideal)
+    share = AxisRates.of(layout, H100, load_model("qwen3-30b-a3b")).inside
+    assert (share > 0) == (ep > 8)
+    talk, gained = whole.exchanged / 2, []
+    bare = stage(replace(layout, ep=1), **ideal)
+    experts = bare.forward - stage(replace(layout, ep=1), **ideal, grouped_share=1e30).forward
+    across, inside = (1 - share) * talk, share * talk
+    for chunks in (2, 4):
+        cut = stage(replace(layout, ep_chunks=chunks), **ideal)
+        layer = LayerSegments(
+            PhaseTimes(0, 0, 0), PhaseTimes(experts, 0, 0), across, across, inside=inside, chunks=chunks
+        )
+        hidden = experts + 2 * talk - length(run_block([layer], ()))
+        assert cut.beside_forward == pytest.approx(hidden)
+        assert cut.beside_backward == pytest.approx(hidden)  # without times of elementwise work I takes as long as F
+        assert cut.exchanged == pytest.approx(whole.exchanged)
+        for name in ("forward", "backward"):
+            beside = getattr(cut, f"beside_{name}")
+            before, after = (getattr(each, "input_grad" if name == "backward" else name) for each in (whole, cut))
+            assert before - after == pytest.approx((1 - EXCHANGE_SHARE) * beside)
+            sent = (getattr(each, f"sent_{name}") for each in (whole, cut))
+            assert beside == pytest.approx(next(sent) - next(sent))
+        gained.append(whole.forward - cut.forward)
+    assert 0 < gained[0] < gained[1]
+
+
+def test_each_chunk_has_launches_and_latencies_of_its_own():
+    layout = replace(LAYOUT, dp=8, ep=8)
+    for slow in ({"launch": 1e-3}, {"latency": 1e-3}):
+        two, four = (
+            stage(replace(layout, ep_chunks=n), **slow).forward - stage(replace(layout, ep_chunks=n)).forward
+            for n in (2, 4)
+        )
+        assert four > two + 1e-3
+
+
+def test_recomputed_blocks_repeat_what_their_chunks_hide():
+    layout = replace(LAYOUT, ep_chunks=4)
+    bare, full = stage(layout), stage(replace(layout, recompute="full"))
+    assert full.sent_backward - bare.sent_backward == pytest.approx(bare.sent_forward)
+    assert full.input_grad - bare.input_grad == pytest.approx(bare.forward)
+
+
+def test_a_flat_exchange_between_nodes_takes_longer_than_one_of_two_levels():
+    """ep 16 on two nodes: of 15 rows to other ranks 8 leave the node, each through the port of its device."""
+    flat, levels = stage(LAYOUT, 1), stage(LAYOUT)
+    assert levels == stage(LAYOUT, 2)
+    within, port = H100.within(8), H100.port
+    rate = AxisRates.of(LAYOUT, H100, load_model("qwen3-30b-a3b"), 1).ep
+    assert rate == pytest.approx(15 / max(8 / port, 7 / within))
+    assert flat.exchanged > 1.5 * levels.exchanged
+    assert stage(replace(LAYOUT, dp=8, ep=8), 1) == stage(replace(LAYOUT, dp=8, ep=8))
+
+
+def test_other_runtimes_have_no_chunks():
+    for runtime in ("megatron", "torchtitan"):
+        with pytest.raises(UsageError, match=f"ep_chunks=4: {runtime} does not cut .* nearest: ep_chunks=1"):
+            planner(runtime=runtime).predict(with_schedule("1f1b", ep_chunks=4))
+
+
+def test_the_search_plans_chunks_where_they_are_fixed():
+    request = PlanRequest(64, H100.memory, 96, 4096, ("1f1b",), recompute=("none",), fixed={"pp": 4, "ep": 16})
+    plain = search(planner(), request).best
+    chunks = search(planner(), replace(request, fixed={"pp": 4, "ep": 16, "ep_chunks": 4})).best
+    assert chunks.layout.ep_chunks == 4
+    assert chunks.step.total < plain.step.total
+
+
 @pytest.mark.parametrize("name", CHUNKS)
 def test_pairs_hide_the_exchange_and_hold_more_where_more_are_under_way(name):
     plain, paired = (planner().predict(with_schedule(each)) for each in (OVERLAPPED[name], name))
@@ -75,9 +156,10 @@ def test_an_estimate_of_pairs_is_near_the_prediction(name):
     assert rough.memory == pytest.approx(exact.peak, rel=0.1 if name == "dualpipev" else 0.02)
 
 
-@pytest.mark.parametrize("name", CHUNKS)
-def test_a_dry_run_predicts_the_same_step(name, tmp_path):
-    plan = planner().predict(with_schedule(name, m=8))
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("name", ["1f1b", *CHUNKS])
+def test_a_dry_run_predicts_the_same_step(name, chunks, tmp_path):
+    plan = planner().predict(with_schedule(name, m=8, ep_chunks=chunks))
     (tmp_path / "run.toml").write_text(written(plan, planner(), "pipeloom")[0])
     step = predicted(load_layout(tmp_path / "run.toml"), H100).step
     assert (step.compute, step.exchange, step.idle) == pytest.approx(

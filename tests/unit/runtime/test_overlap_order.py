@@ -182,3 +182,28 @@ def test_a_layer_without_communications_runs_as_a_whole() -> None:
     pipeline = LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse, options=options)
     pipeline.step(*data(0, 4))
     assert all(parameter.grad is not None for parameter in pipeline.parameters())
+
+
+class Stopping(list[str]):
+    """A log that raises where a word comes to it for the given time."""
+
+    def __init__(self, word: str, times: int) -> None:
+        super().__init__()
+        self.word, self.times = word, times
+
+    def append(self, word: str) -> None:
+        super().append(word)
+        if self.count(self.word) == self.times:
+            raise ValueError(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "times", "action"),
+    [("W.experts0", 1, "B of stage 0 micro-batch 0"), ("F.experts0", 2, "F of stage 0 micro-batch 1")],
+)
+def test_an_error_in_a_pair_is_that_of_the_action_whose_segment_raised(word: str, times: int, action: str) -> None:
+    layers = [Layer("0", partial(Noted, "0", Stopping(word, times)))]
+    pipeline = LocalPipeline(layers, pl.schedules.build("1f1b-overlap", 1, 3), loss=mse)
+    with pytest.raises(ValueError, match=word) as raised:
+        pipeline.step(*data(0, 3))
+    assert any(action in note for note in raised.value.__notes__), raised.value.__notes__

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -96,6 +98,51 @@ def test_resources_are_never_used_twice_and_needs_are_kept() -> None:
             assert length(block) <= alone + 1e-9
 
 
+def first_come(chunks: int, stations: list[tuple[str, float]]) -> float:
+    """The end of so many chunks that pass stations in order; each resource serves the one that comes first."""
+    waiting, free, end = [(0.0, chunk, 0) for chunk in range(chunks)], dict[str, float](), 0.0
+    while waiting:
+        came, chunk, at = heapq.heappop(waiting)
+        resource, time = stations[at]
+        end = free[resource] = max(came, free.get(resource, 0.0)) + time
+        if at + 1 < len(stations):
+            heapq.heappush(waiting, (end, chunk, at + 1))
+    return max(free.values())
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 8])
+def test_chunks_of_one_level_are_a_pipeline_of_dispatch_experts_and_combine(chunks: int) -> None:
+    """Dispatch and combine on one link: the longest of its four critical paths, and what an event simulation finds."""
+    random, nothing = Random(chunks), PhaseTimes(0, 0, 0)
+    for _ in range(50):
+        d, e, c = (random.choice([0.0, 3 * random.random()]) for _ in range(3))
+        layer = LayerSegments(nothing, PhaseTimes(e, e, 0), d, c, chunks=chunks)
+        paths = d + c, (d + e) / chunks + c, (d + c) / chunks + e, d + (e + c) / chunks
+        events = first_come(chunks, [("link", d / chunks), ("device", e / chunks), ("link", c / chunks)])
+        assert length(run_block([layer], ())) == pytest.approx(max(paths))
+        assert length(run_block([layer], ())) == pytest.approx(events)
+        assert length(run_block((), [layer], "later")) == pytest.approx(max(paths))
+
+
+def test_two_levels_by_hand() -> None:
+    """Hops inside a node run beside those between nodes: two chunks of 1 there, and of 1/2 inside."""
+    layer = LayerSegments(experts=PhaseTimes(2, 2, 2), dispatch=2, combine=2, inside=1, chunks=2)
+    block = run_block([layer], ())
+    rows = [(s.name, s.start, s.end) for s in block if s.resource == "inside"]
+    assert rows == [
+        ("F.dispatch", 2, 2.5),
+        ("F.dispatch", 3, 3.5),
+        ("F.combine", 4, 4.5),
+        ("F.combine", 5, 5.5),
+    ]
+    assert length(block) == 7
+    assert exposed(block) == 4
+    whole = run_block([replace(layer, chunks=1)], ())
+    assert length(whole) == 1 + 2 + 2 + 2 + 2 * 1
+    costs = SegmentCosts.uniform(layer).costs()
+    assert (costs.forward, costs.all_to_all) == (7, pytest.approx(8 / 14))
+
+
 def test_costs_of_uniform_stages() -> None:
     costs = SegmentCosts.uniform(unit(1.5)).costs(p2p=0.25)
     assert costs == Costs(5, 5, 2, 0.25, all_to_all=0.6, pair=6.5, pair_split=6, backward=6)
@@ -151,5 +198,8 @@ def test_scaled_and_refused() -> None:
     with pytest.raises(UsageError, match="pair is not a 4 x 4 matrix"):
         simulate(schedules.one_f_one_b_overlap(4, 8), costs.scaled(1).__class__(pair=costs.pair))
     for bad in (-1, math.inf):
-        with pytest.raises(UsageError, match="a segment's time is"):
-            LayerSegments(dispatch=bad)
+        for name in ("dispatch", "inside"):
+            with pytest.raises(UsageError, match="a segment's time is"):
+                LayerSegments(**{name: bad})
+    with pytest.raises(UsageError, match="chunks are 0; nearest: 1"):
+        LayerSegments(chunks=0)

@@ -23,6 +23,7 @@ from pipeloom.errors import (
     Interrupted,
     PipeloomError,
     Preempted,
+    folded,
     from_machine,
     printable,
     sentence,
@@ -203,11 +204,10 @@ def _meeting_watchdog(layout: Layout, store: Store, rank: int, world: int, secon
     """Return the watchdog of a worker that another launcher started."""
     secret = read_secret()
     if secret is None and rank == 0:
-        print(
-            "no PIPELOOM_SECRET: any process that can reach the store of this run can impersonate one of its ranks "
-            "(docs/security.md)",
-            flush=True,
+        warning = (
+            "no PIPELOOM_SECRET: any process that reaches this run's store can impersonate a rank (docs/security.md)"
         )
+        print(folded(warning), flush=True)
     patience = min(seconds, _MEET_SECONDS)
     run_store = RunStore(store, secret or b"", patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
