@@ -209,9 +209,8 @@ class Space:
         for sizes in _sizes(planner, request) if earlier is None else ():
             work, share, hidden = self._estimator.mean_work(sizes)
             for cut in _cuts(planner, request, sizes):
-                pairs = max(0, cut.m - cut.pp) * (cut.schedule in OVERLAPPED)
                 waits = (cut.pp - 1) / 2 * (work - share) / _ramps(cut)
-                self.bounds[cut] = cut.m * work - pairs * hidden + waits + planner.device.host
+                self.bounds[cut] = cut.m * work - _pairs(cut) * hidden + waits + planner.device.host
 
     def estimate(self, layout: PlannedLayout) -> Estimate:
         """The estimate of one layout."""
@@ -776,8 +775,8 @@ class _Estimator:
         gathers = (layout.dp, links.dp) if gathers_by_microbatch(layout, self.planner.runtime) else ()
         shares = layout.pp if layout.vocabulary == "pp" else 0
         axes = layout.tp, layout.cp, layout.ep, layout.etp, layout.micro_batch, layout.seq, layout.slices, shares
-        rates = links.tp, links.cp, links.ep, links.inside
-        key = (*axes, layout.recompute, layout.offload, layout.capacity, layout.ep_chunks, *rates, *gathers)
+        what = layout.recompute, layout.offload, layout.capacity, layout.ep_chunks
+        key = (*axes, *what, links.tp, links.cp, links.ep, links.inside, *gathers)
         if key not in self._sums:
             self._sums[key] = _Sums.of(self.planner, layout, links)
         return key, self._sums[key]
@@ -800,6 +799,12 @@ class _Estimator:
         return held + runtime.workspace + runtime.overhead
 
 
+def _pairs(layout: PlannedLayout) -> float:
+    """Micro-batches that hide their exchanges in pairs."""
+    m, p = layout.m, layout.pp
+    return (m - min(m, p) / 2 if layout.v == 1 else max(0, m - p)) if layout.schedule in OVERLAPPED else 0
+
+
 def _ramps(layout: PlannedLayout) -> int:
     """By how much the ramps of a schedule are shorter than 1F1B's."""
     split = OVERLAPPED.get(layout.schedule, layout.schedule) in ("zbv", "zb-h1")
@@ -807,25 +812,26 @@ def _ramps(layout: PlannedLayout) -> int:
 
 
 def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _Cut) -> Estimate:
-    """1F1B's laws: rank r works for all micro-batches, waits for the ranks before it at both ends of the step, and for those
-    behind it twice, before its first backward and its last, as long as the p - r - 1 other micro-batches there do not fill.
+    """1F1B's laws: rank r works for all micro-batches, waits for the ranks before it at both ends of the step, and, but
+    for interleaved, for those behind it twice, before its first backward and its last, as long as the p - r - 1 others there
+    do not fill.
 
     Rank r of p keeps p - r micro-batches, in k slices, whose ramps take 1 / k, 1 + (p - r - 1) / k; interleaved,
     p + (p - 1 - 2 r) / v; zbv p, or what r + 1 of them need for W and half of those behind it save; zb-h1 as many as 1F1B, and
-    what r / k of them need for W, or one more where that is larger. The last layer keeps one. With pairs
-    all but p micro-batches hide their exchanges; 1F1B then keeps twice as many, but for the one that the backward of a pair
+    what r / k of them need for W, or one more where that is larger. The last layer keeps one. With pairs all but p micro-batches
+    hide their exchanges, of 1F1B all but p / 2, which then keeps twice as many, but for the one that the backward of a pair
     frees. A spread output layer keeps a forward more.
     """
     p, v, m, slices, runtime = layout.pp, layout.v, layout.m, layout.slices, planner.runtime
     plain = OVERLAPPED.get(layout.schedule, layout.schedule)
     paired = plain != layout.schedule
-    pairs, ramps = paired * max(0, m - p), _ramps(layout)
+    pairs, ramps = _pairs(layout), _ramps(layout)
     chain = [rank.seconds - cut.share for rank in cut.ranks]  # all shares are computed at once
     longest, before, after = 0.0, 0.0, sum(chain)
     for at, (rank, mine) in enumerate(zip(cut.ranks, chain, strict=True)):
         after -= mine
-        waiting = 2 * after - (p - at - 1) * mine
-        idle = before + waiting if waiting > 0 else before
+        waiting = 2 * after - (p - at - 1) * mine if plain != "interleaved" else 0.0
+        idle = before + max(0.0, waiting)
         longest = max(longest, m * rank.seconds - pairs * rank.hidden + idle / ramps)
         before += mine
     memory, optimizer, work = 0.0, 0.0, 0.0

@@ -258,6 +258,21 @@ def test_what_waits_for_split_backwards_is_estimated(text, recompute):
     assert 0.93 < estimate(planned, layout).memory / planned.predict(layout).peak < CLOSE
 
 
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("deepseek-v3", "dp=8,tp=2,pp=8,v=2,m=8"), ("llama3-70b", "dp=8,pp=4,v=3,m=12"),
+        ("llama3-8b", "dp=8,tp=4,pp=4,v=3,m=12"), ("qwen3-30b-a3b", "dp=8,pp=2,ep=8,m=2,schedule=1f1b-overlap"),
+        ("qwen3-30b-a3b", "dp=8,pp=4,ep=8,m=4,schedule=1f1b-overlap"),
+        ("qwen3-30b-a3b", "dp=8,pp=8,ep=8,m=24,schedule=1f1b-overlap"),
+    ],
+)  # fmt: skip
+def test_no_estimate_of_uneven_chunks_or_pairs_is_so_long_that_it_hides_a_layout(model, text):
+    planned = planner(model)
+    layout = parse_layout(text, PlannedLayout(seq=8192))
+    assert 0.9 < estimate(planned, layout).seconds / planned.predict(layout).step.total < LONG
+
+
 def test_work_of_pairs_is_without_what_they_hide():
     planned = planner("mixtral-8x7b", runtime="pipeloom")
     layout = parse_layout("dp=8,pp=2,ep=8,m=32,schedule=1f1b-overlap")
