@@ -301,12 +301,11 @@ class _Partial:
         """The estimate with so many blocks of each stage recomputed."""
         return self.space.estimate(replace(self.full.layout, recompute_layers=count))
 
-    def fewest(self) -> Estimate | None:
-        """The estimate with the fewest blocks that fit; None: recomputing some of them is not enough."""
-        counts = range(1, self.blocks)
-        at = bisect_left(counts, -self.space.request.memory, key=lambda number: -self.of(number).memory)
-        some = self.of(counts[min(at, len(counts) - 1)]) if counts else None
-        return some if some is not None and self.space.is_close(some) else None
+    def fewest(self) -> list[Estimate]:
+        """The estimate with the fewest blocks that fit, or with all but one; none where a stage has no two."""
+        counts, memory = range(1, self.blocks), self.space.request.memory
+        at = bisect_left(counts, -memory, key=lambda number: -self.of(number).memory)
+        return [self.of(number) for number in counts[at : at + 1] or counts[-1:]]
 
     def corrected(self, prediction: LayoutCosts) -> Estimate:
         """The estimate with as many blocks as the bytes of a prediction leave room for."""
@@ -364,26 +363,6 @@ def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[L
     return [each for each in predictions if each.peak <= request.memory]
 
 
-class _Queue:
-    """Sizes, layouts and estimates by their least seconds."""
-
-    def __init__(self, bounds: Iterable[tuple[PlannedLayout, float]]) -> None:
-        self._order = count()
-        self._heap: list[tuple[float, int, Any]] = [(seconds, next(self._order), each) for each, seconds in bounds]
-        heapify(self._heap)
-
-    @property
-    def least(self) -> float:
-        """Seconds of the first one; infinite where there is none."""
-        return self._heap[0][0] if self._heap else math.inf
-
-    def push(self, seconds: float, each: Any) -> None:
-        heappush(self._heap, (seconds, next(self._order), each))
-
-    def pop(self) -> Any:
-        return heappop(self._heap)[-1]
-
-
 def _until_best(
     space: Space,
     pipelined: Collection[bool] = (False, True),
@@ -403,22 +382,27 @@ def _until_best(
         best: seconds of the fastest prediction before.
         large: layouts that are known not to fit.
     """
-    memory, queue = space.request.memory, _Queue(item for item in space.bounds.items() if (item[0].pp > 1) in pipelined)
+    memory, order, bounds = space.request.memory, count(), space.bounds.items()
+    queue: list[Any] = [(seconds, next(order), cut) for cut, seconds in bounds if (cut.pp > 1) in pipelined]
+    heapify(queue)
+
+    def push(more: Iterable[Estimate | _Partial]) -> None:
+        for each in more:
+            heappush(queue, (each.seconds, next(order), each))
+
     short: dict[tuple[object, ...], float] = {}
     exact: dict[PlannedLayout, float] = {}
     partial: dict[PlannedLayout, _Partial] = {}
     tried: dict[PlannedLayout, set[Estimate]] = defaultdict(set)
-    while queue.least < long * best:
-        each = queue.pop()
+    while queue and queue[0][0] < long * best:
+        *_, each = heappop(queue)
         if isinstance(each, PlannedLayout):
             space.looked_at.append(each)
-            for estimate in () if space.is_too_large(each) else space.of(each, {}):
-                queue.push(estimate.seconds, estimate)
+            push(() if space.is_too_large(each) else space.of(each, {}))
             continue
         if isinstance(each, _Partial):
             partial[each.full.layout] = each
-            if (fewest := each.fewest()) is not None:
-                queue.push(fewest.seconds, fewest)
+            push(some for some in each.fewest() if space.is_close(some))
             continue
         layout, twin = each.layout, replace(each.layout, zero=0)
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
@@ -439,10 +423,9 @@ def _until_best(
                 tried[whole].add(each)
                 other = partial[whole].corrected(prediction)
                 if other not in tried[whole] and len(tried[whole]) < CORRECTIONS:
-                    queue.push(other.seconds, other)
+                    push([other])
         if (layout.recompute, layout.offload) == ("none", "none") and not fits:
-            for changed in space.smaller(each):
-                queue.push(changed.seconds, changed)
+            push(space.smaller(each))
 
 
 def _smallest(space: Space) -> list[Estimate]:

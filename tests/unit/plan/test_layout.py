@@ -790,6 +790,16 @@ def test_a_pipeline_is_compared_with_replicas_that_recompute_some_blocks_too():
     assert flat.layout.recompute_layers > 0
 
 
+def test_with_slower_links_layouts_are_estimated_anew():
+    """The search that was is only a place to begin."""
+    asked = PlanRequest.of("megatron", 16, H100.memory, 64, 4096, fixed={"micro_batch": 1, "cp": 1, "ep": 8, "pp": 2})
+    planned = planner("mixtral-8x7b")
+    plan, slower = search(planned, asked), replace(planned, device=H100.with_links(0.5))
+    anew = fastest(slower, asked)
+    assert anew.layout != plan.best.layout
+    assert fastest(slower, asked, plan).layout == anew.layout
+
+
 def test_frozen_layers_exchange_their_keys_and_values_too():
     adapters = Adapters(8, r"model\.layers\.(2\d|3\d)\..*")
     layout, times = PlannedLayout(cp=2, m=2), []
