@@ -181,6 +181,8 @@ class _Script:
     def _command(self, runs: Truth) -> Truth:
         """Take over one command, and return its status."""
         word, begin, self.tested = self.here, self.at, False
+        if begin == len(self.tokens):
+            return None
         result: Truth = None
         if self._passed("function") or [each.text for each in self.tokens[begin + 1 : begin + 3]] == ["(", ")"]:
             name, self.at = self.here, self.at + 1
