@@ -1,7 +1,9 @@
 """`pipeloom improve` on traces of torch's own pipeline runtime: the gain that it predicts, and that of the CSV that it writes.
 
-    python benchmarks/improve.py              both parts
-    python benchmarks/improve.py real emulated
+    python benchmarks/improve.py              all parts
+    python benchmarks/improve.py decoder real emulated
+
+decoder:  2 processes of one thread, a small transformer from its tokens to its loss, in uneven stages.
 
 real:     2 processes of one thread, stages of linear layers, the first and fourth twice as long; backwards stay whole
           since the trace does not say what I and W take.
@@ -39,6 +41,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints
 LIMIT = 0.03
 RECORDED, TIMED = 5, 7
 WIDTH, ROWS = 1024, 128
+HIDDEN, TOKENS, SEQUENCES, VOCABULARY = 256, 64, 2, 1024
 UNIT = 0.020
 _CLOCK = Clock()  # of this process
 
@@ -92,6 +95,41 @@ def products(place: int) -> nn.Module:
     return nn.Sequential(*(each for _ in range(count) for each in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
 
 
+class Blocks(nn.Module):
+    """Blocks of a causal transformer: with the embedding on the first stage, with the output layer on the last."""
+
+    def __init__(self, count: int, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.first = nn.Embedding(VOCABULARY, HIDDEN) if first else nn.Identity()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(HIDDEN, 4, 4 * HIDDEN, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(count)
+        )
+        self.last = nn.Linear(HIDDEN, VOCABULARY) if last else nn.Identity()
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(TOKENS), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask, is_causal=True)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def two_blocks(place: int) -> nn.Module:
+    """Return a stage of a decoder in two stages: five blocks, then two."""
+    return Blocks((5, 2)[place], first=place == 0, last=place == 1)
+
+
+def four_blocks(place: int) -> nn.Module:
+    """Return a stage of a decoder in four stages, of which the first and the fourth have more blocks."""
+    return Blocks((3, 1, 1, 3)[place], first=place == 0, last=place == 3)
+
+
+def of_tokens(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean cross entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
 def stepping(
     rank: int, ranks: int, name: str, chunks: int, m: int, layer: Callable[[int], nn.Module], csv: str
 ) -> Callable[[], float]:
@@ -104,14 +142,18 @@ def stepping(
         pipelining.PipelineStage(module, place, ranks * chunks, torch.device("cpu"))
         for module, place in zip(modules, places, strict=True)
     ]
-    loss, last = nn.functional.mse_loss, 0 if vee else ranks - 1
+    last = 0 if vee else ranks - 1
+    loss = of_tokens if layer in DECODERS else nn.functional.mse_loss
     untyped: Any = _PipelineScheduleRuntime
     if csv:
         torch_runtime = untyped(stages, m, loss_fn=loss)
         torch_runtime._load_csv(csv, format="compute_only")
     else:
         torch_runtime = getattr(pipelining, name)(stages if chunks > 1 else stages[0], m, loss_fn=loss)
-    x, y = torch.randn(2, ROWS * m, WIDTH if layer is products else 1)
+    if layer in DECODERS:
+        x, y = torch.randint(VOCABULARY, (2, SEQUENCES * m, TOKENS))
+    else:
+        x, y = torch.randn(2, ROWS * m, WIDTH if layer is products else 1)
 
     def step() -> float:
         for module in modules:
@@ -176,6 +218,17 @@ def compare(ranks: int, rows: tuple[tuple[str, int, int], ...], layer: Callable[
         )
 
 
+DECODERS = (two_blocks, four_blocks)
+
+
+def decoder() -> None:
+    print(
+        f"2 processes of one thread, a decoder of width {HIDDEN}, {SEQUENCES} sequences of {TOKENS} tokens a micro-batch"
+    )
+    compare(2, (("ScheduleGPipe", 1, 4),), two_blocks)
+    compare(2, (("ScheduleLoopedBFS", 2, 4),), four_blocks)
+
+
 def real() -> None:
     print(f"2 processes of one thread, stages of 2 or 4 products of {ROWS} x {WIDTH} x {WIDTH}")
     compare(2, (("ScheduleGPipe", 1, 4), ("ScheduleLoopedBFS", 2, 4)), products)
@@ -187,7 +240,7 @@ def emulated() -> None:
     compare(4, (("ScheduleGPipe", 1, 8), *((name, 2, 8) for name in names)), Slow)
 
 
-PARTS = {"real": real, "emulated": emulated}
+PARTS = {"decoder": decoder, "real": real, "emulated": emulated}
 
 if __name__ == "__main__":
     run_parts(PARTS)

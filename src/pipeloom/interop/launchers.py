@@ -23,10 +23,11 @@ _SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "gres": "gpus-per-n
 
 # Flags of launchers that do not say how many processes there are.
 _LAUNCHERS = """
-    *-per-* allow-run-as-root bind-to container-* cpu* export hostfile job-name kill-on-bad-exit label local-addr local-rank*
-    log-dir logs-specs map-by master-* max-restarts mem* module monitor-interval mpi nnodes no-python node* np ntasks*
-    num-gpus num-nodes output partition rank rdzv-* redirects role run-path standalone start-method tee time use-env
-    virtual-local-rank wait
+    *-per-* account allow-run-as-root bind-to container-* cpu* distribution error exclu* export gpus* gres hostfile job*
+    kill-on-bad-exit label local-addr local-rank* log-dir logs-specs map-by master-* max-restarts mem* module monitor-interval
+    mpi nnodes
+    no-container-* no-python node* np ntasks* num-gpus num-nodes output overlap partition qos rank rdzv-* redirects role run-path
+    standalone start-method tee time unbuffered use-env virtual-local-rank wait
 """.split()  # noqa: SIM905
 _STARTS = ("torchrun", "deepspeed", "mpirun", "srun", "-m")  # behind what starts a container, whose flags do not matter
 

@@ -181,6 +181,8 @@ class _Script:
     def _command(self, runs: Truth) -> Truth:
         """Take over one command, and return its status."""
         word, begin, self.tested = self.here, self.at, False
+        if begin == len(self.tokens):
+            return None
         result: Truth = None
         if self._passed("function") or [each.text for each in self.tokens[begin + 1 : begin + 3]] == ["(", ")"]:
             name, self.at = self.here, self.at + 1
@@ -292,21 +294,26 @@ class _Script:
         self.tested = words[:1] != [] and words[0] in _TESTS
         if self.tested:
             return None if missing else self._test(words)
-        if words and not self._for_shell(words, missing, runs, prefix, document):
-            self._for_others(words, missing, runs, prefix, document, outputs)
+        if words:
+            self._obey(words, missing, runs, prefix, document, outputs)
         return {"true": True, ":": True, "false": False}.get("".join(words[:1]))
 
-    def _for_shell(
-        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Variables, document: str
-    ) -> bool:
-        """Run a command that runs others: a function, another shell, a script that this one wrote. Return whether it is one."""
+    def _obey(
+        self,
+        words: list[str],
+        missing: tuple[str, ...],
+        runs: Truth,
+        prefix: Variables,
+        document: str,
+        outputs: list[str],
+    ) -> None:
+        """Run what a function, another shell or a script of this one has, or take over what a command does; others are found."""
         first, shell = PurePosixPath(words[0]).name, next((at for at, word in enumerate(words) if word in _SHELLS), -1)
         script = next((at for at, word in enumerate(words) if word.removeprefix("./") in self.files), -1)
         option = next(
             (at for at, word in enumerate(words) if at > shell >= 0 and re.fullmatch(r"-\w*c", word)), len(words)
         )
-        launchers: Sequence[str] = ()
-        given = prefix
+        given, launchers, text = prefix, list[str](), ""
         if words[0] in self.functions:
             self.called.add(words[0])
             given = prefix | {"@": _numbered(words[1:])}
@@ -316,38 +323,17 @@ class _Script:
                 self.doubts["@"] = missing[0]
             self.inside(*self.functions[words[0]], runs, (), missing, states)
             self._restore(states)
-            return True
-        if first == "eval" or (first in _ELSEWHERE and " " in words[-1]):
-            self.inside(
-                tokens_of(" ".join(words[1:]) if first == "eval" else words[-1]), 0, runs, (), missing, self.locals
-            )
-            return True
-        if option + 1 < len(words):
+        elif first == "eval" or (first in _ELSEWHERE and " " in words[-1]):
+            inner = " ".join(words[1:]) if first == "eval" else words[-1]
+            self.inside(tokens_of(inner), 0, runs, (), missing, self.locals)
+        elif option + 1 < len(words):
             text, launchers = words[option + 1], words[:shell]
         elif script >= 0 and (script == 0 or {*words[:script]} & {*_PASS_ON}):
-            text, launchers = self.files[words[script].removeprefix("./")], words[:script] if first == "srun" else ()
+            text, launchers = self.files[words[script].removeprefix("./")], words[:script] if first == "srun" else []
             given = prefix | {"@": _numbered(words[script + 1 :])}
         elif shell >= 0 and document:
             text = document
-        else:
-            return False
-        with self._subshell():
-            self.values |= given | slurm_variables(text, words[1:] if first == "sbatch" else ())
-            self.inside(tokens_of(text), 0, runs, launchers, missing)
-        return True
-
-    def _for_others(
-        self,
-        words: list[str],
-        missing: tuple[str, ...],
-        runs: Truth,
-        prefix: Variables,
-        document: str,
-        outputs: list[str],
-    ) -> None:
-        """Take over what a command does to the script; others are found."""
-        first = words[0]
-        if first in ("cat", "tee"):
+        elif first in ("cat", "tee"):
             self.piped = document
             targets = [name for raw in outputs for name in self.expand(raw)] + words[1:] * (first == "tee")
             self.files |= dict.fromkeys((name.removeprefix("./") for name in targets), document) if document else {}
@@ -364,6 +350,10 @@ class _Script:
         elif first not in _SILENT:
             values = {name: value for name, value in (self.values | prefix).items() if name != "@"}
             self.found.append(Command(tuple(words), missing, values))
+        if text:
+            with self._subshell():
+                self.values |= given | slurm_variables(text, words[1:] if first == "sbatch" else ())
+                self.inside(tokens_of(text), 0, runs, launchers, missing)
 
     def inside(
         self, tokens: Sequence[Token], at: int, runs: Truth, launchers: Sequence[str] = (), missing: Sequence[str] = (),
@@ -452,11 +442,11 @@ class _Script:
         if local and name not in self.locals:
             self.locals |= self._states([name])
         earlier = self.values.get(name)
-        if adds and isinstance(earlier, dict) and key is None:
-            added = value.values() if isinstance(value, dict) else [value]
-            value = earlier | {str(len(earlier) + at): item for at, item in enumerate(added)}
-        elif adds and isinstance(earlier, dict):
-            value = earlier | value
+        if adds and isinstance(earlier, dict):
+            added = value if isinstance(value, dict) else {"0": value}
+            value = earlier | (
+                added if key else {str(len(earlier) + at): item for at, item in enumerate(added.values())}
+            )
         elif adds and isinstance(earlier, str) and isinstance(value, str):
             value = earlier + value
         self.spent += len(value) + sum(map(len, value))

@@ -218,6 +218,8 @@ def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -
         "case x in a|",
         "[[ a &&",
         "| | ||",
+        "launch |",
+        "f()",
         "(" * 5 + ")" * 9,
         "for",
         "X=$X$X\n" * 90,
