@@ -14,9 +14,15 @@ TRAIN_PACKAGES = ("torch", "numpy", "safetensors")  # of the extra `train`
 
 
 class PipeloomError(Exception):
-    """Base class. Raised directly, it indicates a bug in Pipeloom."""
+    """Base class. Raised directly, it indicates a bug in Pipeloom.
+
+    Attributes:
+        exit_code: of a command that it ends.
+        of_all_ranks: whether the ranks agree to raise it, so that none failed first.
+    """
 
     exit_code = 1
+    of_all_ranks = False
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -82,12 +88,19 @@ class CheckpointError(PipeloomError):
     """A checkpoint that is missing, incomplete or damaged."""
 
     exit_code = 5
+    of_all_ranks = True
 
 
 class DistributedError(PipeloomError):
     """A rank failed, died, stalled, or disagrees with the others."""
 
     exit_code = 6
+
+
+class DivergedError(PipeloomError):
+    """Training diverged."""
+
+    of_all_ranks = True
 
 
 class Preempted(PipeloomError):

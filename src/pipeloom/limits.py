@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import errno
 import json
+import math
+import operator
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pipeloom.errors import UsageError, reason_of, shortened
+from pipeloom.errors import ArgumentError, UsageError, echo, reason_of, shortened
 
 # Published pipelines have at most 128 ranks; a table with an entry for each pair of ranks has at most 17 million.
 MOST_RANKS = 4_096
@@ -180,11 +182,35 @@ def memory_amount(text: str) -> tuple[float, bool] | None:
     return float(match[1]) * BYTE_UNITS[match[2].lower()], bool(match[2])
 
 
+def require_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise ArgumentError for a value of the argument `name` that is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ArgumentError(name, f" is {echo(value)}; it must be a whole number of at least {least}")
+
+
+def whole_numbers(name: str, values: Iterable[Any], least: int) -> list[int]:
+    """Return a list of whole numbers, also NumPy's. Raises ArgumentError where it is not one, or has one below `least`."""
+    try:
+        numbers = [operator.index(value) for value in values]
+    except TypeError:
+        numbers = [least - 1]
+    if min(numbers, default=least) < least:
+        raise ArgumentError(name, f" is {echo(values)}; it must be a list of whole numbers of at least {least}")
+    return numbers
+
+
+def require_positive(name: str, value: object, most: float = math.inf) -> None:
+    """Raise an error for a value of the argument `name` that is not a number above 0, or that is above `most`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ArgumentError(name, f" is {echo(value)}; it must be a number above 0")
+    require_at_most(name, value, most)
+
+
 def require_at_most(name: str, value: float, most: float, why: str = "") -> None:
-    """Raise UsageError for a value of the argument `name` above `most`; `why` is the reason, in words."""
+    """Raise ArgumentError for a value of the argument `name` above `most`; `why` is the reason, in words."""
     if value > most:
         reason = f" ({why})" if why else ""
-        raise UsageError(f"{name} is {shortened(number(value))}; it must be at most {number(most)}{reason}")
+        raise ArgumentError(name, f" is {shortened(number(value))}; it must be at most {number(most)}{reason}")
 
 
 def require_counts(values: Mapping[str, object]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pipeloom.cli.options import CostFlags, SendFlags, argument, bytes_with, flag, with_options
 from pipeloom.cli.output import emit, json_flag
-from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE, HOST_MEMORY
@@ -37,8 +37,6 @@ def command(
 
     The exit code is 0 if every rank can run FILE to its end, 3 (with the reason) if not, and 2 if FILE cannot be read.
     """
-    if receive_depth is not None and receive_depth < 1:
-        raise UsageError(f"--receive-depth is {receive_depth}; it must be a whole number of at least 1")
     schedule = load(file)
     check(schedule, receive_depth=receive_depth, transport=transport)
     sending.of(schedule)

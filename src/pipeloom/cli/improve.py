@@ -30,7 +30,7 @@ class ImproveFlags:
         "Memory of a device, such as 80 or 80GiB, for a --job or a run of `train`; for other traces, which have no bytes, the "
         "most stage-micro-batches alive on a rank. Default: as many as in the measured step; of a job, the device's.",
     )
-    time_limit: float = flag(10.0, "S", "Longest search for an order, in seconds.", min=0.1)
+    time_limit: float = flag(10.0, "S", "Longest search for an order, in seconds.")
     split: bool = flag(False, None, "Split backwards into I and W, where the trace has them whole.")
     csv: Path | None = flag(None, "FILE", "Write the best schedule in torch's CSV format.")
     job: str | None = flag(

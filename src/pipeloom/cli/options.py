@@ -305,7 +305,10 @@ class SendFlags:
 
 FLAGS = {
     **{each.name: f"--{each.name.replace('_', '-')}" for each in (*fields(CostFlags), *fields(SendFlags))},
-    **{name: f"--{name.replace('_', '-')}" for name in ("memory", "time_limit", "prove", "pairs")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("memory", "time_limit", "iterations", "receive_depth", "prove", "pairs")
+    },
     "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
     "target_modules": "--lora.target_modules",

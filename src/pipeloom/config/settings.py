@@ -496,12 +496,12 @@ def read_toml(path: Path, text: str | None = None) -> dict[str, Any]:
         raise ConfigError(f"{name}:{line}:{column}: {message or error}") from None
     except (RecursionError, ValueError) as error:  # a zero byte in the name, a number of thousands of digits
         raise ConfigError(f"{name} cannot be read: {error}") from None
-    _require_small(tables, name)
+    _require_sound(tables, name)
     return tables
 
 
-def _require_small(tables: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for tables nested too deeply, or a whole number of more than 64 bits."""
+def _require_sound(tables: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for tables nested too deeply, a whole number of more than 64 bits, and text that no file name has."""
     if depth(tables) > MOST_NESTED:
         raise ConfigError(f"{where}: tables and lists are nested too deeply; at most {MOST_NESTED} levels")
     rest: list[tuple[str, Any]] = list(tables.items())
@@ -509,6 +509,10 @@ def _require_small(tables: Mapping[str, Any], where: str) -> None:
         key, value = rest.pop()
         if isinstance(value, int) and not -(2**63) <= value < 2**64:
             raise ConfigError(f"{where}: {shortened(key)} is {number(value)}; a whole number has at most 64 bits")
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise ConfigError(
+                f"{where}: {shortened(key)} is {value[:200]!a}: it is not text (UTF-8) without zero bytes"
+            )
         if isinstance(value, dict):
             rest += value.items()
         elif isinstance(value, list):
@@ -600,16 +604,14 @@ def parse_value(key: str, text: str) -> Any:
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """section -> key -> value (and deeper for a key that is a table) from dotted keys.
 
-    Raises ConfigError for keys or values that are too large, and for a text with lone surrogates, which cannot be written to a
-    file; UsageError for a key that is given both a value and keys below it.
+    Raises ConfigError for keys or values that `_require_sound` refuses; UsageError for a key that is given both a value and keys
+    below it.
     """
     tables: dict[str, Any] = {}
     for dotted, value in overrides.items():
         if dotted.count(".") >= MOST_NESTED:
             raise ConfigError(f"--{shortened(dotted)}: a key has at most {MOST_NESTED} parts")
-        _require_small({dotted: value}, f"--{shortened(dotted)}")
-        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
-            raise ConfigError(f"{dotted} is {value[:200]!a}: it is not text (UTF-8)")
+        _require_sound({dotted: value}, f"--{shortened(dotted)}")
         table = tables
         *path, last = dotted.split(".")
         for part in path:

@@ -14,6 +14,7 @@ from itertools import product, zip_longest
 from random import Random
 
 from pipeloom.errors import CapacityError, UsageError
+from pipeloom.limits import require_positive, require_whole, whole_numbers
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families import FAMILIES, build
 
@@ -137,6 +138,7 @@ def plan_step(
     """
     families = tuple(families)
     _require(lengths, ranks, replicas, tokens)
+    require_positive("memory", memory)
     if time.fixed + time.of(1) <= 0:
         raise UsageError(f"time={time}: a micro-batch takes no time; nearest: {SequenceTime()}")
     if not families or not {name for name, _ in families} <= FAMILIES.keys():
@@ -200,10 +202,10 @@ def simple_plans(
 
 
 def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> None:
-    if not lengths or min(lengths) < 1:
+    if not whole_numbers("lengths", lengths, 1):
         raise UsageError("lengths: give the tokens of each sequence, at least 1 each")
-    if ranks < 1 or replicas < 1:
-        raise UsageError(f"ranks={ranks}, replicas={replicas}: both are at least 1")
+    require_whole("ranks", ranks)
+    require_whole("replicas", replicas)
     if len(lengths) < replicas:
         raise UsageError(
             f"{len(lengths)} sequences for {replicas} replicas: each needs one; nearest: replicas={len(lengths)}"

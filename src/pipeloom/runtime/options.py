@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
-from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS
+from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_whole, whole_numbers
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.check import TransportName, check
@@ -116,6 +116,11 @@ class RuntimeOptions:
         return self if getattr(self.fault, "rank", -1) < 0 else replace(self, fault=None)
 
     def __post_init__(self) -> None:
+        require_whole("receive_depth", self.receive_depth)
+        require_whole("check_every", self.check_every, 0)
+        for name, least in (("microbatch_sizes", 0), ("slice_tokens", 1)):
+            if getattr(self, name) is not None:
+                whole_numbers(name, getattr(self, name), least)
         problems = []
         for name, names in (
             ("transport", get_args(TransportName)),
@@ -126,10 +131,6 @@ class RuntimeOptions:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
-        if self.receive_depth < 1:
-            problems.append(f"receive_depth is {self.receive_depth}; it must be at least 1")
-        if not isinstance(self.check_every, int) or self.check_every < 0:
-            problems.append(f"check_every is {self.check_every!r}; it must be a whole number of steps, or 0 for never")
         if self.timeout is not None and not LEAST_TIMEOUT <= self.timeout <= MOST_SECONDS:
             problems.append(
                 f"timeout is {self.timeout}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, UsageError, did_you_mean
+from pipeloom.limits import whole_numbers
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.ops.layer import Layer as Layer
 from pipeloom.ops.layer import LossTerm as LossTerm
@@ -308,8 +309,8 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None, costs
         if costs and min(costs) > 0:
             sizes = balance([max(1, round(cost * _COST_UNITS / sum(costs))) for cost in costs], positions)
     else:
-        sizes = list(stages)
-        if len(sizes) != positions or min(sizes) < 0 or sum(sizes) != count:
+        sizes = whole_numbers("stages", stages, 0)
+        if len(sizes) != positions or sum(sizes) != count:
             raise ConfigError(
                 f"stages {sizes} must have {positions} numbers of layers, one for each stage, that sum to the model's {count}"
             )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError, VerifyError
+from pipeloom.limits import require_positive, require_whole
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
@@ -136,6 +137,9 @@ def verify(
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
     require_arguments(layers, schedule, loss)
+    require_whole("steps", steps)
+    if tolerance:  # 0: bit for bit
+        require_positive("tolerance", tolerance)
     actions = (action for program in schedule.programs for cell in program for action in parts(cell))
     report = Verified(unseen=tuple(sorted({action.kind for action in actions if kind_of(action.kind).of_stage})))
     with seeded(0):

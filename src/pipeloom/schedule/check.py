@@ -10,6 +10,7 @@ from operator import or_
 from typing import Literal
 
 from pipeloom.errors import ScheduleError
+from pipeloom.limits import require_whole
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
     COMPUTE,
@@ -81,6 +82,7 @@ def check(
         if _walk_of_order(schedule, calls).stuck:
             raise ScheduleError(_explain(schedule, calls, f" with {sends} sends"))
     if receive_depth is not None:
+        require_whole("receive_depth", receive_depth)
         _check_depth(schedule, receive_depth)
     if transport == "batched":
         check_batches(traffic(schedule))

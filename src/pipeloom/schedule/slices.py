@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 
-from pipeloom.errors import ScheduleError, UsageError, echo
+from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.limits import require_whole
 from pipeloom.schedule.actions import COPY_OUT, INPUT_GRADIENT
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
@@ -109,12 +110,6 @@ def longer_than_whole(schedule: Schedule, whole: Schedule, costs: Costs) -> str 
     )
 
 
-def require_slices(slices: object) -> None:
-    """Raise UsageError unless `slices` is a whole number of at least 1."""
-    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 1:
-        raise UsageError(f"slices is {echo(slices)}; it must be a whole number of at least 1")
-
-
 @of_schedule
 def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
     """Return `schedule` with every action in place replaced by those of its micro-batch's slices.
@@ -125,7 +120,7 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
 
     Raises UsageError for less than one slice, and for a schedule that is cut already.
     """
-    require_slices(slices)
+    require_whole("slices", slices)
     if schedule.slices > 1:
         raise UsageError(f"schedule {schedule.name} is cut into {schedule.slices} slices already")
     cut = Schedule.of(
@@ -166,7 +161,7 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     Raises UsageError for a number of micro-batches that is no multiple of `slices`, for a micro-batch whose slices would take
     several routes, for a schedule that does not run each stage's micro-batches in order, and for one that would take much longer.
     """
-    require_slices(slices)
+    require_whole("slices", slices)
     count, rest = divmod(schedule.microbatches, slices)
     route_of = schedule.route_of[::slices]
     problem, in_place = "", f"; the transform slices={slices} cuts it in place"

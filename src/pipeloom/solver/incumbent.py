@@ -20,6 +20,8 @@ from pipeloom.solver.instance import Instance, Sequences
 DEFAULT_WORK, DEFAULT_WORK_WITH_PAIRS = 8_000_000, 3_000_000
 # Seconds after which such a search ends at the latest, on slow or busy machines.
 DEFAULT_SECONDS = 30.0
+# The shortest search: the clock must see that it takes time.
+LEAST_SECONDS = 1e-3
 # The fewest moves where no limit is given, so that large instances get some too.
 FEWEST_MOVES = 100
 # Seconds of a proof without a time limit.
@@ -42,7 +44,7 @@ class Budget:
         self.allowed = iterations if iterations is not None else default_moves
         if time_limit is None:
             time_limit = math.inf if iterations is not None else DEFAULT_SECONDS / share
-        self.deadline = self.begin + share * time_limit
+        self.deadline = self.begin + max(LEAST_SECONDS, share * time_limit)
         self.used = 0
 
     @property

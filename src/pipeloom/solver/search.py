@@ -9,7 +9,14 @@ from itertools import groupby
 from random import Random
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
-from pipeloom.limits import MOST_SEARCHED_CELLS, MOST_SECONDS, MOST_STEPS, require_at_most
+from pipeloom.limits import (
+    MOST_SEARCHED_CELLS,
+    MOST_SECONDS,
+    MOST_STEPS,
+    require_at_most,
+    require_positive,
+    require_whole,
+)
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.actions import kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE
@@ -164,8 +171,9 @@ def search(
     """
     require_sizes(MOST_SEARCHED_CELLS, ranks=ranks, microbatches=microbatches, chunks=1 if chunks is None else chunks)
     if time_limit is not None:
-        require_at_most("time_limit", _limit("time_limit", time_limit), MOST_SECONDS)
+        require_positive("time_limit", time_limit, MOST_SECONDS)
     if iterations is not None:
+        require_whole("iterations", iterations, 0)
         require_at_most("iterations", iterations, MOST_STEPS)
     cost_model = costs if costs is not None else Costs()
     plain = replace(cost_model, sends="free")
@@ -184,8 +192,6 @@ def search(
     limited = memory is not None and not (pairs or prove)
     recomputes, copies = limited and cost_model.recompute is not None, limited and cost_model.host_bandwidth < math.inf
     roomy = _roomy(instances, required=not (recomputes or copies))
-    if iterations is not None and (isinstance(iterations, bool) or iterations < 0):
-        raise UsageError(f"iterations is {iterations!r:.200}; it must be a whole number of at least 0")
     _require_plain(cost_model, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
@@ -221,9 +227,10 @@ def _limits(memory: float | Sequence[float] | None, ranks: int) -> list[float]:
     """rank -> its memory limit."""
     if memory is None:
         return [math.inf] * ranks
-    if isinstance(memory, Sequence) and not isinstance(memory, str):
-        return [_limit("memory", limit) for limit in memory]
-    return [_limit("memory", memory)] * ranks
+    limits = list(memory) if isinstance(memory, Sequence) and not isinstance(memory, str) else [memory] * ranks
+    for limit in limits:
+        require_positive("memory", limit)
+    return limits
 
 
 def _costs_within(limits: Sequence[float], placement: Sequence[int], costs: Costs) -> Costs:
@@ -298,9 +305,3 @@ def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) ->
         raise ArgumentError(
             "pairs", f" require equal micro-batches and overlapped messages; leave out pairs or {other}"
         )
-
-
-def _limit(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-        raise ArgumentError(name, f" is {value!r:.200}; it must be a number above 0")
-    return value

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.rates import AUTO_RATE, AUTOMATIC, learning_rate
-from pipeloom.errors import Interrupted, PipeloomError, Preempted
+from pipeloom.errors import DivergedError, Interrupted, Preempted
 from pipeloom.limits import expanded
 from pipeloom.measure.build import build_pipeline, ties
 from pipeloom.ops.random_state import stable_seed
@@ -67,7 +67,7 @@ def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver
         Preempted, Interrupted: a worker was requested to stop; the step under way was finished, and a checkpoint saved.
         CheckpointError: the checkpoint to resume from is absent or damaged, or the last one could not be written.
         ConfigError: data or a folder that cannot be used.
-        PipeloomError: training diverged.
+        DivergedError: training diverged.
     """
     config = layout.config
     data = open_data(config, context)
@@ -262,7 +262,7 @@ class Trainer:
             Preempted, Interrupted: a worker was requested to stop; raised after the step under way.
             CheckpointError: the last checkpoint could not be written.
             DistributedError: the state of replicas differs.
-            PipeloomError: training diverged.
+            DivergedError: training diverged.
         """
         options, mesh, state = self.config.train, self.pipeline.mesh, self.state
         batches = Batches(text, self.config, mesh.shape.dp)
@@ -370,7 +370,7 @@ class Trainer:
         raise kind(f"stopped after step {self.state.steps_done} of {self.config.train.steps}, as requested; {where}")
 
     def record(self, end: StepEnd) -> None:
-        """Record the steps that are final now. Raises PipeloomError if one is bad, and the run is configured to stop then."""
+        """Record the steps that are final now. Raises DivergedError if one is bad, and the run is configured to stop then."""
         self.log.count(end)
         for outcome in end.outcomes:
             self._recorded += 1
@@ -384,7 +384,7 @@ class Trainer:
             action = self._bad_steps.action(outcome.bad)
             what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
             if action == "stop":
-                raise PipeloomError(self._divergence(what, outcome))
+                raise DivergedError(self._divergence(what, outcome))
             if action == "skip":
                 self.say(f"{what}; skipped")
                 self._report.record("skip", step=step, kind=outcome.bad)
@@ -409,12 +409,12 @@ class Trainer:
         state, allowed = self.state, self.config.train.rollbacks
         bad, batch, used = state.steps_done, state.batch, state.rollbacks + 1
         if used > allowed:
-            raise PipeloomError(
+            raise DivergedError(
                 f"step {bad}: another bad step after {allowed} rollback{'s' * (allowed != 1)} (train.rollbacks): use a "
                 f"smaller optimizer.lr than {self.config.optimizer.lr}"
             )
         if self.checkpoints is None:
-            raise PipeloomError(f"step {bad}: there is no checkpoint to roll back to")
+            raise DivergedError(f"step {bad}: there is no checkpoint to roll back to")
         self._adopted(self.checkpoints.back())
         left_out = f"batches {state.batch} to {batch - 1} are left out"
         state.batch, state.rollbacks = batch, used

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -259,9 +260,10 @@ def test_overlap_cannot_be_turned_off_over_shared_memory() -> None:
         assert individual == batched == "no error"
 
 
-def test_stages_of_a_negative_size_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"stages \[5, -1\] must have 2 numbers of layers, .* the model's 4"):
-        split_layers(4, 2, [5, -1])
+@pytest.mark.parametrize("stages", [[5, -1], [2.0, 2.0], "ab", 4])
+def test_stages_that_are_no_numbers_of_layers_are_refused(stages: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"stages is {re.escape(repr(stages))}; it must be a list of whole numbers"):
+        split_layers(4, 2, stages)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +272,17 @@ def test_stages_of_a_negative_size_are_refused() -> None:
         ("timeout", 0.5, r"must be 1 to .* seconds, or None"),
         ("recompute", "some", "must be 'none', 'full' or a frozenset"),
         ("seed", "x", "must be a whole number"),
-        ("check_every", 0.5, "must be a whole number of steps"),
-        ("check_every", -1, "must be a whole number of steps"),
+        ("check_every", 0.5, "must be a whole number of at least 0"),
+        ("check_every", -1, "must be a whole number of at least 0"),
         ("init", "brodcast", "must be one of 'broadcast', 'check', 'none'"),
         ("shapes", "twice", "must be one of 'once', 'each'"),
         ("transport", "pigeon", "must be one of"),
-        ("receive_depth", 0, "must be at least 1"),
+        ("receive_depth", 0, "must be a whole number of at least 1"),
+        ("receive_depth", 2.5, "must be a whole number of at least 1"),
+        ("microbatch_sizes", "abc", "must be a list of whole numbers of at least 0"),
+        ("slice_tokens", [0], "must be a list of whole numbers of at least 1"),
     ],
 )
 def test_an_option_of_another_value_is_refused(option: str, value: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{option} is {value!r}; it {words}"):
+    with pytest.raises(ConfigError, match=f"{option} is {re.escape(repr(value))}; it {words}"):
         RuntimeOptions(**{option: value})

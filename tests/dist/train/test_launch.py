@@ -101,6 +101,16 @@ def test_the_first_failure_decides_and_is_summarised(capfd: pytest.CaptureFixtur
     assert "failed first: exit code 3; the other 3 were stopped" in err
 
 
+def test_ranks_that_agree_on_an_error_fail_together(capfd: pytest.CaptureFixture[str]) -> None:
+    code = """
+    from pipeloom.train.workers.failures import record_failure
+    record_failure(rank, 5, 'the checkpoint was not written')
+    sys.exit(5)
+    """
+    assert launch(worker(code), 2, patience=LONG) == 5
+    assert capfd.readouterr().err == "pipeloom: the ranks failed together: exit code 5\n"
+
+
 def test_a_run_that_is_refused_has_no_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
     """The refusal says all; who printed it is of no use."""
     code = """

@@ -150,6 +150,7 @@ def test_top_k_and_top_p_leave_the_likeliest_tokens() -> None:
     assert drawn(Sampling(1.0)) == {0, 1, 2, 3}
     assert drawn(Sampling(1.0, top_k=2)) == {1, 2}
     assert drawn(Sampling(1.0, top_p=0.4)) == {1}
+    assert drawn(Sampling(1.0, top_p=1e-50)) == {1}  # below what fp32 can tell from 0
     assert drawn(Sampling(1.0, top_p=0.41)) == {1, 2}
     assert drawn(Sampling(1.0, top_k=3, top_p=0.9)) == {1, 2, 3}
     assert drawn(Sampling(0.0)) == {1}

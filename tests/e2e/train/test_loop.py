@@ -92,6 +92,9 @@ def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert re.search(r"step \d+: .*training diverged: use a smaller optimizer\.lr", done.stderr)
     assert "Traceback" not in done.stderr
+    assert done.stderr.endswith("pipeloom: the ranks failed together: exit code 1\n")
+    (ended,) = tmp_path.glob("runs/*/exit.json")
+    assert json.loads(ended.read_text())["ranks"] == []
 
 
 def test_one_rank_learns_a_text() -> None:

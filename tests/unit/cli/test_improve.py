@@ -54,6 +54,13 @@ def test_1f1b_would_have_gained_what_the_split_backward_saves(tmp_path):
     assert pl.simulate(written, COSTS).makespan == pytest.approx(found["best"]["makespan"])
 
 
+def test_its_time_limit_is_that_of_a_search(tmp_path):
+    path = trace(tmp_path, pl.schedules.one_f_one_b(ranks=2, microbatches=4), COSTS)
+    assert CliRunner().invoke(app, ["improve", path, "--time-limit", "0.001"]).exit_code == 0
+    with pytest.raises(UsageError, match=r"time_limit is 0.0; it must be a number above 0"):
+        CliRunner().invoke(app, ["improve", path, "--time-limit", "0"], catch_exceptions=False)
+
+
 def test_more_memory_allows_more(tmp_path):
     path = trace(tmp_path, pl.schedules.one_f_one_b(ranks=4, microbatches=8), COSTS)
     bests = [json.loads(improve(path, "--json", "--split", "--memory", str(limit)))["best"] for limit in (2, 4)]

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -168,22 +169,25 @@ def test_the_costs_of_a_stage_count() -> None:
     ("lengths", "replicas", "words"),
     [
         ([], 1, "^lengths: give the tokens"),
-        ([3, 0], 1, "^lengths: give the tokens"),
+        ([3, 0], 1, r"^lengths is \[3, 0\]; it must be a list of whole numbers of at least 1"),
+        ([5, float("nan")], 1, r"^lengths is \[5, nan\]; it must be a list of whole numbers"),
         ([3], 2, "^1 sequences for 2 replicas: .* replicas=1$"),
         ([3, 900], 1, "^tokens=100: sequence 1 has 900; nearest: tokens=900$"),
-        ([3], 0, "^ranks=2, replicas=0: both are at least 1"),
+        ([3], 0, "^replicas is 0; it must be a whole number of at least 1"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(lengths: list[int], replicas: int, words: str) -> None:
+def test_what_cannot_be_planned_is_refused(lengths: list[Any], replicas: int, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         plan_step(lengths, 2, replicas, tokens=100)
 
 
-def test_a_family_that_is_not_known_and_no_time_are_refused() -> None:
+def test_a_family_that_is_not_known_no_time_and_no_memory_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^families=\(\('1g1b', 1\),\): give \(name, chunks\) of known ones"):
         plan_step([3], 2, tokens=100, families=[("1g1b", 1)])
     with pytest.raises(UsageError, match=r"^families=\(\): give"):
         plan_step([3], 2, tokens=100, families=[])
+    with pytest.raises(UsageError, match="memory is nan; it must be a number above 0"):
+        plan_step([3], 2, tokens=100, memory=math.nan)
     with pytest.raises(UsageError, match="a micro-batch takes no time; nearest: "):
         plan_step([3], 2, tokens=100, time=SequenceTime(0.0, 0.0, 0.0))
 

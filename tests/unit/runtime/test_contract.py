@@ -41,7 +41,7 @@ from contract_kinds import (
 )
 from models import batch, mse
 from one_process import Plain
-from pipeloom.errors import ConfigError, PipeloomError, VerifyError
+from pipeloom.errors import ConfigError, PipeloomError, UsageError, VerifyError
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.schedule.sharding import shard
 
@@ -148,6 +148,16 @@ def test_one_route(name: str) -> None:
 def test_two_routes(name: str) -> None:
     make, _, wanted = CASES[name]
     assert wanted in verdict(make, pl.schedules.build("dualpipe", 2, 4))
+
+
+@pytest.mark.parametrize(
+    "given", [{"steps": 0}, {"steps": 1.5}, {"tolerance": float("nan")}, {"tolerance": -1.0}, {"tolerance": "a"}]
+)
+def test_verify_refuses_to_compare_nothing(given: dict[str, Any]) -> None:
+    x, y = torch.randn(2, 6, 3)
+    ((name, value),) = given.items()
+    with pytest.raises(UsageError, match=f"{name} is {value!r}; it must be a"):
+        pl.verify([nn.Linear(3, 3)], pl.schedules.gpipe(1, 2), x, y, loss=mse, **given)
 
 
 def test_verify_cuts_both_sides_as_the_options_say_and_names_what_it_did_not_see() -> None:

@@ -147,6 +147,10 @@ def test_a_time_limit_holds() -> None:
     check(found.schedule)
 
 
+def test_the_shortest_time_limit_gives_the_best_start() -> None:
+    assert pl.search(2, 4, memory=2, time_limit=5e-324).schedule == build("1f1b", 2, 4)
+
+
 def test_a_budget_ends_by_itself() -> None:
     """Without a limit after the moves of about ten seconds, at most 30 s; a number of moves is not cut by the clock."""
     default, pairs, counted, timed = (
@@ -183,7 +187,10 @@ def test_an_interrupt_keeps_the_best() -> None:
         ({"placement": [0, 1, 2, 3], "chunks": 2}, UsageError, "chunks is 2"),
         ({"objective": "spam"}, UsageError, "did you mean 'span'"),
         ({"time_limit": -1}, UsageError, "time_limit is -1"),
+        ({"time_limit": float("nan")}, UsageError, "time_limit is nan"),
+        ({"time_limit": 1e7}, UsageError, "time_limit is 1e.07; it must be at most 1e.06"),
         ({"iterations": -1}, UsageError, "iterations is -1"),
+        ({"iterations": 1.5}, UsageError, "iterations is 1.5"),
         ({"chunks": 0}, UsageError, "chunks is 0"),
         ({"costs": Costs(forward=(1.0, 2.0))}, UsageError, "forward has 2 values"),
     ],

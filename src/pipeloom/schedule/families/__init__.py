@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError, did_you_mean
+from pipeloom.limits import require_whole
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded
 from pipeloom.schedule.families.construct.list_scheduling import (
@@ -26,7 +27,7 @@ from pipeloom.schedule.functions import importable_from, run_user_code, user_obj
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import NAMED, name_of
 from pipeloom.schedule.simulate import simulate
-from pipeloom.schedule.slices import by_slices, require_slices
+from pipeloom.schedule.slices import by_slices
 from pipeloom.schedule.transforms import split_cooldown
 
 COOLDOWNS = ("whole", "split")
@@ -126,7 +127,7 @@ def build(
     >>> [str(action) for action in schedule.programs[0]]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
-    name = canonical_name(name)
+    name = canonical_name(str(name))
     with importable_from(folder):
         costs = None if costs is None else replace(costs, sends="free")  # an order is chosen as if no sender waited
         family = _find(name, Path(folder or "."))
@@ -139,7 +140,7 @@ def build(
         if chunks is not None and ("chunks" in parameters or _open_ended(parameters)):
             arguments["chunks"] = chunks
         slices = 1 if "slices" in parameters else arguments.pop("slices", 1)
-        require_slices(slices)
+        require_whole("slices", slices)
         arguments["microbatches"] *= slices
         if "costs" in parameters and (costs is not None or slices > 1):
             arguments["costs"] = costs if slices == 1 else (costs or Costs()).even(1 / slices)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import accumulate
 
 from pipeloom.errors import CapacityError
+from pipeloom.limits import require_positive
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.construct.layout import (
     Coder,
     family,
-    require_memory,
     require_sizes,
 )
 from pipeloom.schedule.families.construct.list_scheduling import (
@@ -61,7 +61,8 @@ def interleaved_zb(
     Raises:
         CapacityError: no plan fits the memory.
     """
-    require_memory(memory)
+    if memory is not None:
+        require_positive("memory", memory)
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     cost_model = costs if costs is not None else Costs()
     sizes = round_sizes(ranks, microbatches, rounds, group_size)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from pipeloom.limits import require_whole
 from pipeloom.schedule.families.construct.layout import (
     Coder,
     family,
@@ -14,7 +15,7 @@ from pipeloom.schedule.families.construct.layout import (
     warmup_then_pairs,
 )
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.slices import by_slices, require_slices
+from pipeloom.schedule.slices import by_slices
 
 
 @family("1f1b", "pipedreamflush", "dapple", placement="linear", baseline=True, order=20)
@@ -43,7 +44,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     (f+B)(m + (p-1)/k). Peak activations of rank r: (p-r-1)/k + 1 micro-batches of equal slices; where attention grows along the
     sequence, the first slices are longer, and as many hold more.
     """
-    require_slices(slices)
+    require_whole("slices", slices)
     return replace(by_slices(one_f_one_b(ranks, microbatches * slices), slices), name="seq1f1b")
 
 

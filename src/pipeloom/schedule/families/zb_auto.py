@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from pipeloom.errors import CapacityError
-from pipeloom.limits import MOST_PLANNED_CELLS
+from pipeloom.limits import MOST_PLANNED_CELLS, require_positive
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.families.construct.layout import (
     Planned,
     encoded,
     family,
-    require_memory,
     require_sizes,
 )
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, programs_of, single_route
@@ -59,7 +58,8 @@ def zb_auto(
     cost_model.check_links(ranks)
     largest = max(cost_model.per_stage("activation", ranks))
     memory_limit = 2 * ranks * largest if memory is None else memory
-    require_memory(memory)
+    if memory is not None:
+        require_positive("memory", memory)
     if memory_limit < largest:
         raise CapacityError(f"memory is {memory:g}; one micro-batch's activations take {largest:g}")
     options: dict[str, object] = {} if memory is None else {"memory": memory}

@@ -82,7 +82,7 @@ class Sampling:
                 "the model gives the next token no finite probabilities: its weights, or settings of its config.json, are NaN or "
                 "infinite"
             )
-        shares = shares.masked_fill(shares.cumsum(0) - shares >= self.top_p, 0)
+        shares[1:].masked_fill_((shares.cumsum(0) - shares)[1:] >= self.top_p, 0)  # the likeliest token always stays
         return int(tokens[torch.multinomial(shares, 1, generator=generator)])
 
 

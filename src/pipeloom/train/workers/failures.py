@@ -41,7 +41,7 @@ class WorkerFailure:
         at: time of the failure, in seconds since the epoch.
         exit_code: exit code of the worker.
         text: the message that it wrote to stderr.
-        blames: the ranks that caused the failure, as far as this one can see; empty: this rank itself.
+        blames: the ranks that caused the failure, as far as this one can see; empty: all ranks raised it together.
         origin: the rank that reported the failure to the others; None: this one. A rank that is blamed, but reported the failure
             itself, is not stuck: it ends by itself.
     """

@@ -319,6 +319,9 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
     if code == UsageError.exit_code:  # a run that was refused: no rank has failed
         return code
     others = len(workers) - 1
+    if others and rank in failures and not failures[rank].blames:
+        print(f"pipeloom: the ranks failed together: exit code {code}", file=sys.stderr, flush=True)
+        return failures[rank].exit_code
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
     if code is not None:

@@ -116,7 +116,9 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
         what = text.splitlines()[-1] if trace else text or describe_end(code)
         failure = watchdog.failed(f"rank {rank} failed: {what}", (rank,), trace)
     blames = (rank,) if failure.origin == rank and not failure.blames else failure.blames
-    return code, text, blames if code == DistributedError.exit_code else (rank,), failure.origin
+    if code != DistributedError.exit_code:
+        blames = () if getattr(error, "of_all_ranks", False) else (rank,)
+    return code, text, blames, failure.origin
 
 
 def describe_end(code: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pipeloom import schedules
@@ -43,11 +45,13 @@ def test_impossible_sizes(name: str, p: object, m: object) -> None:
         ("1f1b", 2, {}, "schedule 1f1b holds 1 chunk per rank, not 2"),
         ("no.such.module:make", None, {}, "schedule 'no.such.module:make'"),
         ("builtins:dict", None, {}, "schedule 'builtins:dict'"),
+        (None, None, {}, "there is no schedule 'None'; known: 1f1b"),
+        (["1f1b"], None, {}, "there is no schedule .*1f1b"),
         (":make", None, {}, "schedule ':make' is not of the form module:function"),
         ("1f1b:", None, {}, "schedule '1f1b:' is not of the form module:function"),
     ],
 )
-def test_refusals(name: str, chunks: int | None, options: dict[str, object], words: str) -> None:
+def test_refusals(name: Any, chunks: int | None, options: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         build(name, 4, 8, chunks, options)
 

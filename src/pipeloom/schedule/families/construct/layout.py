@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from pipeloom.errors import UsageError, echo
-from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule
+from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule, require_whole
 from pipeloom.schedule.actions import MOST_KINDS, KindName, kind_number
 from pipeloom.schedule.model import Schedule
 
@@ -57,19 +56,12 @@ def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
         most: the largest product of the sizes, where ranks and microbatches are among them.
     """
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(f"{name} is {echo(value)}; it must be a whole number of at least 1")
+        require_whole(name, value)
     for name, largest in (("ranks", MOST_RANKS), ("chunks", MOST_CHUNKS), ("waves", MOST_CHUNKS)):
         require_at_most(name, sizes.get(name, 1), largest)
     if {"ranks", "microbatches"} <= sizes.keys():
         stages = math.prod(value for name, value in sizes.items() if name != "microbatches")
         require_schedule(sizes["ranks"], sizes["microbatches"], stages, most)
-
-
-def require_memory(memory: float | None) -> None:
-    """Raise UsageError unless `memory` is None or a number above 0."""
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, (int, float)) or not memory > 0):
-        raise UsageError(f"memory is {memory!r:.200}; it must be a number above 0")
 
 
 class Coder:
