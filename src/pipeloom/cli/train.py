@@ -90,10 +90,11 @@ def _describe(arguments: Sequence[str], name: str | None, memory: str | None) ->
         from pipeloom.train.workers.preflight import require_files
 
         layout = require_files(layout)
-    if complete and layout.config.lora.r:
-        from pipeloom.train.hub.lora_files import require_targets
+    if complete:
+        from pipeloom.train.hub.lora_files import require_checkpoints, require_targets
 
         require_targets(layout.config)
+        require_checkpoints(layout.config)
     name = name or ("h100" if layout.config.train.device == "cuda" else None)
     announce(layout)
     device = None if name is None else load_device(name)

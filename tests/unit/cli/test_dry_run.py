@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import pipeloom.train.observers  # noqa: F401  # imports torch here, not in a test's call
 from pipeloom.cli import app, train
@@ -20,6 +22,8 @@ from pipeloom.plan.run import predicted, rank_parameters
 from pipeloom.schedule.channels import size_words
 from pipeloom.shapes.layers import parameter_count
 from pipeloom.shapes.mesh import MeshShape
+from pipeloom.train.checkpoint.manifest import Manifest
+from pipeloom.train.checkpoint.save import write_alone
 
 H100 = load_device("h100")
 
@@ -212,3 +216,28 @@ def test_no_task_of_several_starts_a_run_of_its_own(command: str, monkeypatch: p
 def test_a_section_is_no_option(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"'--model'; it is a section: give one of its keys, such as --model\.source$"):
         run(tmp_path, "--model", "folder")
+
+
+def test_checkpoints_that_a_run_could_not_begin_with_are_refused(pipeloom: Any, tmp_path: Path) -> None:
+    wide = {"model.model.embed_tokens.weight": torch.zeros(256, 8), "optimizer.x.exp_avg": torch.zeros(2)}
+    holds = Manifest(1, ("model", "optimizer", "extra"), {}, {}, {})
+    path = write_alone(tmp_path / "wide", holds, [wide], {"config": {"optimizer": {"name": "adamw"}}})
+    cut = write_alone(tmp_path / "cut", holds, [wide], {})
+    file = cut / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "empty").mkdir()
+    for words, code, reason in (
+        (f"--checkpoint.resume {tmp_path / 'empty'}", 5, "the checkpoint is not complete"),
+        (f"--model.weights {tmp_path / 'empty'}", 5, "holds no complete checkpoint"),
+        (f"--checkpoint.resume {cut}", 5, "bytes, found"),
+        (f"--checkpoint.resume {path} --optimizer.name sgd", 5, 'it holds the state of optimizer.name = "adamw"'),
+        (f"--checkpoint.resume {path} --model.tie_word_embeddings true", 5, "expected shape [256, 32], found [256, 8]"),
+        (f"--checkpoint.resume {path} --model.hidden_size 8", 5, "the checkpoint holds no 'model.layers."),
+        (f"--checkpoint.dir {tmp_path / 'wide'}", 2, "new ones would be mixed with"),
+        ("--data.eos x", 2, 'data.eos = "x": bytes have no such token'),
+        ("--data.bos nan", 2, 'data.bos = "nan": bytes have no such token'),
+    ):
+        ended = pipeloom(f"train tiny --dry-run --model.hidden_size 32 {words}")
+        assert (ended.code, reason in " ".join(ended.err.split())) == (code, True), (words, ended)
+    assert pipeloom(f"train tiny --dry-run --checkpoint.dir {tmp_path / 'empty'}").code == 0
+    assert not any((tmp_path / "empty").iterdir())

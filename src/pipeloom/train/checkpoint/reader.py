@@ -87,8 +87,11 @@ def read_extra(directory: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tuple[Manifest | None, str]:
-    """Return (manifest, "") for a checkpoint whose files all match their checksums; (None, the reason) for any other.
+def verified(
+    directory: Path, group: Any, index: int = 0, count: int = 1, whole: bool = True
+) -> tuple[Manifest | None, str]:
+    """Return (manifest, "") for a checkpoint whose files all match their checksums (without `whole` their sizes); (None, the
+    reason) for any other.
 
     Collective over `group`, of whose `count` processes this is number `index`: each verifies some of the files. The result
     is the same on all.
@@ -98,7 +101,7 @@ def verified(directory: Path, group: Any, index: int = 0, count: int = 1) -> tup
         manifest = read_manifest(directory)
         sizes = sorted(manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
         for name, stored in sizes[index::count]:
-            problem = problem or verify(directory, name, stored)
+            problem = problem or verify(directory, name, stored, whole)
     except CheckpointError as error:
         problem = str(error)
     facts = [problem, "" if manifest is None else _identity(manifest)]

@@ -190,7 +190,7 @@ def digests(config: Config, data: str) -> dict[str, str]:
 def find_start(
     config: Config,
     mine: Mapping[str, str],
-    context: WorkerContext,
+    context: WorkerContext | None,
     run: Path | None = None,
     claim: RunClaim | None = None,
     automatic: Collection[str] = (),
@@ -199,6 +199,7 @@ def find_start(
 
     Args:
         mine: the run's `digests`.
+        context: None: a dry run, which locks no folder and compares files by their sizes.
         run: folder of the attempt that this run restarts, whose newest checkpoint is taken whatever `checkpoint.resume` says;
             None: this is the first attempt. `checkpoint.dir`, where set, replaces the folder. Without either, the newest run
             below `log.dir` is searched.
@@ -209,12 +210,16 @@ def find_start(
         CheckpointError: the selected checkpoint is absent or damaged, or all candidates are damaged.
         ConfigError: `checkpoint.dir` holds checkpoints that new ones would be mixed with, or another run saves there.
     """
-    group = dist.group.WORLD if context.world_size > 1 else None
-    candidates, notes = _candidates(config, mine, context, run, claim), []
+    group = dist.group.WORLD if context is not None and context.world_size > 1 else None
+    candidates = _look(config, mine, run, None) if context is None else _candidates(config, mine, context, run, claim)
+    notes: list[str] = []
     for number, text in enumerate(candidates["paths"]):
         path = Path(text)
-        with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
-            manifest, problem = verified(path, group, context.rank, context.world_size)
+        if context is None:
+            manifest, problem = verified(path, None, whole=False)
+        else:
+            with context.waiting("the other workers to compare a checkpoint's checksums", "load"):
+                manifest, problem = verified(path, group, context.rank, context.world_size)
         if manifest is None:
             if candidates["exact"]:
                 raise CheckpointError(problem)
@@ -223,6 +228,10 @@ def find_start(
             continue
         facts = RunFacts.read(path)
         earlier = facts.config.get("optimizer", {})
+        if manifest.names("optimizer") and earlier.get("name", config.optimizer.name) != config.optimizer.name:
+            raise CheckpointError(
+                f'{path}: it holds the state of optimizer.name = "{earlier["name"]}", and the run\'s is "{config.optimizer.name}"'
+            )
         rates = {key: earlier[key] for key in automatic if key in earlier}
         optimizer = validated(OptimizerSection, config.optimizer.model_dump() | rates, path)
         config = config.model_copy(update={"optimizer": optimizer})
@@ -249,14 +258,14 @@ def _candidates(
     return candidates
 
 
-def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunClaim) -> dict[str, Any]:
+def _look(config: Config, mine: Mapping[str, str], run: Path | None, claim: RunClaim | None) -> dict[str, Any]:
     """Apply `checkpoint.resume`: "auto" continues the newest run, as a restart does; a step or a directory begins a new one."""
     section = config.checkpoint
     resume = section.resume if run is None else "auto"
     configured = expanded(section.dir).absolute() if section.dir else None
     folder = configured or run or (newest_run(config, mine) if resume != "none" else None)
     target = folder if resume == "auto" else configured
-    if target is not None:
+    if target is not None and claim is not None:
         claim.lock(target, f'checkpoint.dir = "{section.dir}"' if section.dir else f'log.dir = "{config.log.dir}"')
         remove_leftovers(target)
     if resume == "auto":

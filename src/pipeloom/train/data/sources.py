@@ -445,6 +445,13 @@ BYTES, AUTO, NONE = "bytes", "auto", "none"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")  # a tokenizer's directory has one of them
 
 
+def require_no_tokens(bos: str, eos: str) -> None:
+    """Raise ConfigError for special tokens of the tokenizer "bytes", which has none."""
+    for key, value in (("bos", bos), ("eos", eos)):
+        if value not in (AUTO, NONE):
+            raise ConfigError(f'data.{key} = "{shortened(value)}": bytes have no such token; nearest: "none"')
+
+
 def tokenizer_name(tokenizer: str, model: str) -> str:
     """Return "bytes" or the path that `data.tokenizer` means; "auto" is the model's directory if it has one, else "bytes"."""
     if tokenizer != AUTO:

@@ -26,7 +26,7 @@ from pipeloom.train.data.conversations import (
     markers,
     with_text_arguments,
 )
-from pipeloom.train.data.sources import AUTO, BYTES, NONE
+from pipeloom.train.data.sources import AUTO, BYTES, NONE, require_no_tokens
 
 CHAT_TEMPLATE = "chat_template.jinja"
 # Usual names of the token that ends a document, tried where no configuration names it.
@@ -150,9 +150,7 @@ _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
 
 def _bytes(bos: str, eos: str) -> ByteTokenizer:
     tokenizer = ByteTokenizer()
-    for key, value in (("bos", bos), ("eos", eos)):
-        if value not in (AUTO, NONE):
-            raise ConfigError(f'data.{key} = "{shortened(value)}": bytes have no such token; nearest: "none"')
+    require_no_tokens(bos, eos)
     if eos == NONE:
         tokenizer.eos = None
     return tokenizer

@@ -1,4 +1,4 @@
-"""Adapters in training: the source of the frozen weights, and adapters in the file format of `peft`."""
+"""Weights that a run begins with: checkpoints, the source of frozen ones, and adapters in the file format of `peft`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeloom.config import Config
+from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.errors import CheckpointError, ConfigError, did_you_mean
 from pipeloom.limits import expanded
 from pipeloom.measure.build import lora_options
@@ -28,6 +29,8 @@ from pipeloom.shapes.ops import ALL_LINEAR
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
+from pipeloom.train.checkpoint.reader import Reader, verified
+from pipeloom.train.checkpoint.run import digests, find_start
 from pipeloom.train.checkpoint.state import Holder, holders, require_shapes
 from pipeloom.train.collect import agreed, from_every_rank
 
@@ -132,6 +135,35 @@ def _read_checkpoint(path: Path, pipeline: Pipeline) -> None:
     on_every_rank(pipeline, lambda: require_shapes(reader, {held.name: held.shape for held in here}))
     for held in here:
         held.tensor.copy_(held.read(partial(reader.region, f"model.{held.name}")))
+
+
+def require_checkpoints(config: Config) -> None:
+    """Raise the errors of a run's start about the checkpoints that it names, as far as manifests and sizes of files show them.
+
+    A run of `log.dir` that only its data would choose is left out, and so are the shapes of models that are not our own decoder.
+    """
+    weights, section = config.model.weights, config.checkpoint
+    named = isinstance(section.resume, str) and section.resume not in ("none", "auto")
+    paths = [newest_checkpoint(expanded(weights).absolute())] if weights and not is_directory(weights) else []
+    start = find_start(config, digests(config, ""), None).path if section.dir or named else None
+    if start is not None:
+        paths.append(start)
+    for path in paths:
+        manifest, problem = verified(path, None, whole=False)
+        if manifest is None:
+            raise CheckpointError(problem)
+        if not config.model.source and not any(getattr(config.model, key) for key in CLASS_KEYS):
+            parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
+            shapes = {
+                f"{layer}.{name}": tuple(t.shape)
+                for layer, part in parts.items()
+                for name, t in part.state_dict().items()
+            }
+            partial_model = (
+                config.lora.r or config.model.tie_word_embeddings
+            )  # some names stand for others, or are not stored
+            known = manifest.names("model") if partial_model else shapes
+            require_shapes(Reader(path, manifest), {name: shapes[name] for name in shapes if name in known})
 
 
 def require_targets(config: Config) -> None:

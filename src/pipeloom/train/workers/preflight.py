@@ -16,7 +16,7 @@ from pipeloom.errors import CapacityError, ConfigError, printable
 from pipeloom.limits import MOST_LOCAL_WORKERS, MOST_THREADS, WORKER_BYTES, expanded, usable_cores
 from pipeloom.shapes.hub import is_directory
 from pipeloom.shapes.layers import held_parameters, parameter_count
-from pipeloom.train.data.sources import BYTES, find, tokenizer_name
+from pipeloom.train.data.sources import BYTES, find, require_no_tokens, tokenizer_name
 
 _STARTED_BY = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
 _NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PIPELOOM_ADDRESS", "PIPELOOM_NETWORK", "PIPELOOM_SECRET_FILE")
@@ -190,6 +190,8 @@ def _has_packed_text(config: Config, replicas: int) -> bool:
     Return whether its rows hold several documents."""
     train, data = config.train, config.data
     name = tokenizer_name(data.tokenizer, config.model.source or config.model.weights)
+    if name == BYTES:
+        require_no_tokens(data.bos, data.eos)
     if name == BYTES and data.batching == "equal" and data.sampling in ("auto", "anywhere"):
         sources = [find(name, data.format) for name in (*data.source, *([data.validation] if data.validation else []))]
         sizes = [sum(file.stat().st_size for file in source.files if file.exists()) for source in sources]
