@@ -837,7 +837,9 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     for rank, places in cut.places.items():
         trained = rank.trained_shared, rank.trained_experts
         groups = (rank.shared, trained[0], replicas), (rank.experts, trained[1], of_experts)
-        state = sum(state_bytes(groups, cut.largest, layout, runtime))
+        *standing, gathered = state_bytes(groups, cut.largest, layout, runtime)
+        # our trainer's copies come and go
+        state = sum(standing) + (1 + runtime.margin * (runtime.name == "pipeloom")) * gathered
         sums, gathers, spent = planner.state_seconds(*trained, layout, links)
         optimizer, work = max(optimizer, spent), max(work, rank.seconds - paired * rank.hidden)
         if rank is first and plain not in ("zbv", "zb-h1"):  # first to compute, and last

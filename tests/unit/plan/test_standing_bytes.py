@@ -27,7 +27,7 @@ def test_sums_over_ranks_hold_a_copy_of_each_holder() -> None:
     def sums(**changes):
         run = {"parallel.pp": 4, "schedule.microbatches": 8, "model.tie_word_embeddings": True} | changes
         layout = load_layout("tiny", run)
-        return layout, list(predicted(layout).timeline.costs.bytes["end_sums"])
+        return layout, list(dict(predicted(layout).timeline.costs.bytes)["end_sums"])
 
     layout, of_two = sums(**{"schedule.name": "1f1b"})
     table = layout.config.model.vocab_size * layout.config.model.hidden_size
