@@ -69,8 +69,8 @@ class Result:
 
 
 def predicted(row: dict[str, Any], models: dict[str, Any]) -> tuple[Planner, LayoutCosts]:
-    """The planner's answer for a row's layout; where the sequences of a micro-batch are not published, the fastest of one, two and
-    four that fit, as whoever tunes a run for a table would take."""
+    """The planner's answer for a row's layout; where the sequences of a micro-batch are not published, the fastest of one, two
+    and four that fit, as whoever tunes a run for a table would take."""
     shape = shape_of(models[row["model"]], row["model"]) if row["model"] in models else load_model(row["model"])
     device = load_device(row["device"])
     if row["published"].get("fp8"):  # products at twice the rate, attention as fast as before; bytes as of bf16
