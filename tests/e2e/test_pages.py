@@ -90,7 +90,7 @@ PRINTED = {
         "\n3        3.4 ",
         "\n0        2.6 ",
         "\n1        2.0 ",
-        "no layout of llama3-70b fits into 79.1 GiB on 8 devices; the smallest needs 151.8 GiB",
+        "no layout of llama3-70b fits into 79.1 GiB on 8 devices; the smallest needs 152.0 GiB",
         "  576 KiB in 90 ",
         "  720 KiB in 225 ",
         "sends 128 values per token as columns with gathered output, 160 as\n    rows",

@@ -24,7 +24,7 @@ from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
-from pipeloom.schedule.transforms import recompute_stages, transformed
+from pipeloom.schedule.transforms import of_zero, recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, with_shares
 from pipeloom.shapes.cut import balance, parse_stages, spans
 from pipeloom.shapes.decoder import shape_problems
@@ -190,8 +190,7 @@ def _sharded(config: Config) -> Config:
     if level == 0:
         return config
     shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
-    implied = {2: ("reduce-gradients=1",), 3: (f"shard={config.parallel.unshard_slots}",)}
-    more = () if shards else implied.get(level, ())
+    more = () if shards else of_zero(level, config.parallel.unshard_slots)
     optimizer = config.optimizer.model_copy(update={"zero1": True})
     schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
     return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
 from pipeloom.schedule import Schedule, Timeline
@@ -38,7 +38,7 @@ class RankMemory:
     Attributes:
         parameters, gradients, optimizer: of the stages that the rank holds, as ZeRO divides them.
         gathered: whole copies of sharded weights, and of gradients before their reduction.
-        buffers: placeholders of weight gradients and the libraries' workspace.
+        buffers: messages, placeholders of weight gradients and the libraries' workspace.
         activations: saved tensors at the rank's peak.
         temporaries: what the action at the peak needs besides.
         reserve: what the allocator holds over its peak (fragments, blocks of other sizes).
@@ -89,7 +89,8 @@ def ranks_of(timeline: Timeline, runtime: Runtime | None = None) -> list[RankMem
         parameters, gradients = (
             held[shards if shards in held else whole] for shards, whole in (("shards", PARAMS), ("grad_shards", GRADS))
         )
-        optimizer, gathered, buffers = held["optimizer"], held["gathered"], held["buffers"] + held[MESSAGES]
+        whole = held[PARAMS] * ("shards" in held) + held[GRADS] * ("grad_shards" in held)
+        optimizer, gathered, buffers = held["optimizer"], held["gathered"] + whole, held["buffers"] + held[MESSAGES]
         extra = held[TEMPORARIES]
         moving = peak.total - parameters - gradients - optimizer - gathered - buffers - extra
         at_end = peak.at == len(program)
@@ -97,7 +98,7 @@ def ranks_of(timeline: Timeline, runtime: Runtime | None = None) -> list[RankMem
         rows.append(
             RankMemory(
                 *(parameters, gradients, optimizer, gathered, workspace + buffers, moving, extra),
-                margin * (moving + extra),
+                margin * (moving + extra + whole),
                 overhead,
                 action.removesuffix("OVERLAP_F_B"),
             )
@@ -122,10 +123,7 @@ def planned_bytes(
     amounts = stage_bytes(schedule, [[sizes[id(layer)] for layer in layers[slice(*span)]] for span in spans])
     amounts["layer"] = tuple(max((each.saved for each in layers[slice(*span)]), default=0.0) for span in spans)
     if runtime.name == "pipeloom":
-        spans_of = dict(zip(schedule.position_of, spans, strict=True))
-        counts = [sum(parameters_of(layers[slice(*spans_of[at])], trained=True)) for at in range(schedule.positions)]
-        tied = 0.0 if schedule.vocabulary else sum(layer.trained.tied for layer in layers)
-        amounts["end_sums"] = tuple(4 * count for count in copies_in_sums(schedule, counts, tied))
+        amounts["end_sums"] = end_sums(schedule, [layers[slice(*span)] for span in spans], runtime)
     standing = {name: [0.0] * schedule.stages for name in (PARAMS, GRADS, "optimizer", "gathered", "buffers")}
     for stages in schedule.stages_of:
         held = [layers[at] for stage in stages for at in range(*spans[stage])]
@@ -137,6 +135,98 @@ def planned_bytes(
         for values, amount in zip(standing.values(), state, strict=True):
             values[stages[0]] = amount
     return amounts | {name: tuple(values) for name, values in standing.items()}
+
+
+def run_bytes(
+    schedule: Schedule,
+    of_stage: Sequence[tuple[int, int]],
+    layout: PlannedLayout,
+    layers: Sequence[LayerOps],
+    timed: Sequence[LayerOps],
+    again: Sequence[bool],
+    runtime: Runtime,
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of the stages of our trainer: of a micro-batch, and what stands for the whole step.
+
+    Args:
+        schedule: with the blocks (R;B) and the actions of whole stages that the trainer adds.
+        of_stage: as `spans` of `planned_bytes`.
+        layers, timed: of a micro-batch, and of a mean slice, none of them recomputed.
+        again: layer -> whether blocks recompute it.
+    """
+    slices = layout.slices
+    each = [
+        LayerBytes.of_ops(layer, again=mark, parts=True, slices=slices)
+        for layer, mark in zip(layers, again, strict=False)
+    ]
+    if slices > 1:  # a weight's gradient is as large beside a slice's tensors
+        each = [
+            replace(whole, backward=slices * piece.backward_peak, split=slices * piece.input_peak)
+            for whole, piece in zip(each, timed, strict=True)
+        ]
+    groups = [layers[slice(*span)] for span in of_stage]
+    moving = stage_bytes(schedule, [each[slice(*span)] for span in of_stage], widening(layout, runtime))
+    return (
+        standing_bytes(schedule, layout, groups, runtime) | moving | {"end_sums": end_sums(schedule, groups, runtime)}
+    )
+
+
+def widening(layout: PlannedLayout, runtime: Runtime) -> float:
+    """Return the bytes of an element of summed gradients over those of an element of a layer's tensors."""
+    return max(GRAD_BYTES[layout.grads], runtime.element) / runtime.element
+
+
+def end_sums(schedule: Schedule, groups: Sequence[Sequence[LayerOps]], runtime: Runtime) -> tuple[float, ...]:
+    """Return `copies_in_sums` of stages with these layers, in bytes."""
+    of_position = dict(zip(schedule.position_of, groups, strict=True))
+    route = [of_position[at] for at in range(schedule.positions)]
+    counts = [sum(parameters_of(group, trained=True)) for group in route]
+    tied = 0.0 if schedule.vocabulary else sum(layer.trained.tied for group in route for layer in group)
+    return tuple(max(4, runtime.element) * count for count in copies_in_sums(schedule, counts, tied))
+
+
+def has_sums(layout: PlannedLayout, runtime: Runtime) -> bool:
+    """Return whether gradients have buffers: those that other ranks sum too, their shares, and fp32 sums of bf16 gradients."""
+    return layout.world > layout.pp or layout.zero > 0 or runtime.element < 4
+
+
+def standing_bytes(
+    schedule: Schedule,
+    layout: PlannedLayout,
+    groups: Sequence[Sequence[LayerOps]],
+    runtime: Runtime,
+    adapters: Sequence[float] = (),
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of what stands for the whole step, and of whole copies of what ranks divide.
+
+    Args:
+        groups: stage -> its layers.
+        adapters: stage -> parameters of its adapters, where the layers are without; empty: the layers have theirs.
+    """
+    replicas, ties, values = layout.dp * layout.cp, with_embedding(schedule), []
+    for stage, group in enumerate(groups):
+        counts, trained = (parameters_of(group, has_embedding=stage in ties, trained=each) for each in (False, True))
+        if adapters:
+            counts, trained = (counts[0] + adapters[stage], counts[1]), (adapters[stage], 0.0)
+        held = list(zip(counts, trained, (replicas, layout.expert_replicas), strict=True))
+        weights, gradients, optimizer, _ = state_bytes(held, 0.0, layout, runtime)
+        whole, summed, *_ = state_bytes(held, 0.0, replace(layout, zero=0), runtime)
+        shards = {"shards": weights} if layout.zero == 3 else {}
+        shards |= {"grad_shards": gradients} if layout.zero >= 2 else {}
+        # Gradients without buffers do not exist before the step.
+        name = GRADS if has_sums(layout, runtime) else "new_grads"
+        values.append({PARAMS: whole, name: summed, "optimizer": optimizer} | shards)
+    return {name: tuple(value[name] for value in values) for name in values[0]}
+
+
+def with_embedding(schedule: Schedule) -> list[int]:
+    """Return the stages with the output layer on ranks that hold the embedding too."""
+    routes = schedule.routes
+    return [
+        last
+        for *_, last in routes
+        if any(first in schedule.stages_of[schedule.placement[last]] for first, *_ in routes)
+    ]
 
 
 def state_bytes(
@@ -151,7 +241,7 @@ def state_bytes(
     Args:
         groups: (parameters, those of them that are trained, ranks that hold the same ones) of what every rank of an ep group
             holds, and of the experts.
-        largest: parameters of the largest layer, which is gathered whole.
+        largest: parameters of the largest layer, which is gathered whole; our trainer gathers stages, two at a time.
     """
     element = runtime.element
     whole = trained = shard = trained_shard = 0.0
@@ -166,7 +256,12 @@ def state_bytes(
         return 4 * shard, 4 * trained_shard, 8 * trained_shard, gathered
     zero = layout.zero
     wide = GRAD_BYTES[layout.grads]
-    gathered = (2 * element * largest if zero == 3 else 0.0) + (4 * largest if zero >= 2 else 0.0)
+    weights, summed = 2 * largest, largest
+    if runtime.name == "pipeloom":
+        # Gradients stay whole until the stage's next sum over the replicas: with ZeRO-3 that behind its last micro-batch.
+        weights, summed = whole * min(1.0, 2 / layout.v), trained / layout.v
+        summed = trained if zero == 3 and layout.m >= 3 * layout.pp else summed
+    gathered = (element * weights if zero == 3 else 0.0) + (4 * summed if zero >= 2 else 0.0)
     return (
         element * (shard if zero == 3 else whole),
         max(wide, element) * (trained_shard if zero >= 2 else trained),

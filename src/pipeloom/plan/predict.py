@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
 
 from pipeloom.errors import ArgumentError, UsageError
+from pipeloom.plan.export import recomputed_blocks
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, even_stages, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of
+from pipeloom.plan.memory import OfRanks, RankMemory, planned_bytes, ranks_of, run_bytes
+from pipeloom.plan.messages import message_bytes
 from pipeloom.plan.time import (
     AxisRates,
     Device,
@@ -28,6 +30,7 @@ from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.actions import COMPUTE
 from pipeloom.schedule.families import canonical_name
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
+from pipeloom.schedule.transforms import of_zero, recompute_stages, transformed
 from pipeloom.shapes.cut import balance, spans
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.layers import attention_share
@@ -223,10 +226,44 @@ class Planner:
         step = StepTime(*spent, max(0.0, makespan - busy), *state, host)
         tokens = layout.sequences * layout.seq / step.total / layout.world
         nodes = expert_nodes(layout, self.device)
+        if self.runtime.name == "pipeloom":
+            few = searched or built(shortened(layout, MEMORY_ROUNDS), placed)
+            timeline = self._trained(layout, few, stages, timeline)
         return LayoutCosts(
             *(layout, stages, tuple(ranks_of(timeline, self.runtime)), step, tokens),
             *(self.shape.num_nextn_predict_layers, nodes, searched, placed),
         )
+
+    def _trained(
+        self, layout: PlannedLayout, schedule: Schedule, stages: tuple[int, ...], planned: Timeline
+    ) -> Timeline:
+        """The schedule as our trainer runs it, with its bytes, as a dry run has them; `planned`: without recomputed blocks and
+        what ZeRO adds."""
+        bare = replace(layout, recompute="none") if layout.recompute == "full" else layout
+        layers, of_stage = self.layers(bare), spans(schedule, stages)
+        numbers: Collection[int] = ()
+        if layout.recompute_layers:
+            ahead = self.shape.num_nextn_predict_layers
+            numbers = recomputed_blocks(stages, layout.recompute_layers, ahead)
+        elif bare != layout:
+            numbers = range(sum(stages) - 2)
+        again = [at - 1 in numbers for at in range(len(layers))]
+        blocks = [stage for stage, span in enumerate(of_stage) if any(again[slice(*span)])]
+        run = recompute_stages(transformed(schedule, of_zero(layout.zero)), blocks)
+        sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime)
+        run_costs = replace(planned.costs, bytes=sizes)
+        timeline = replace(planned, costs=run_costs) if run is planned.schedule else simulate(run, run_costs)
+        tokens = layout.micro_batch * layout.seq // layout.cp // (layout.tp if self.runtime.sequence else 1)
+        cuts = self.cuts(layout)
+        shares = (1.0,) if cuts is None else cuts.sizes
+        messages = message_bytes(
+            run,
+            lambda message: tokens * self.row * shares[message.slice or 0],
+            depth=2,
+            ahead=True,
+            shared=self.runtime.copies_mixed,  # on a CPU
+        )
+        return replace(timeline, messages=tuple(each.beside for each in messages))
 
     def _stages(
         self,
@@ -380,10 +417,11 @@ def _balanced(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one
 SHORT_STEP = 2048  # forwards, with which a step is simulated within milliseconds, unless its output layer is spread
+MEMORY_ROUNDS = 4  # with which a step has the peaks of a longer one
 _STEADY_ROUNDS = 5  # before the last one, which the steady state is measured in
 
 
-def shortened(layout: PlannedLayout) -> PlannedLayout:
+def shortened(layout: PlannedLayout, rounds: int = 0) -> PlannedLayout:
     """The layout with as few micro-batches as show its peaks and its steady state.
 
     All of them in families that the search does not try, and where rounds are larger the fewer there are: where p does not
@@ -392,7 +430,7 @@ def shortened(layout: PlannedLayout) -> PlannedLayout:
     name = canonical_name(layout.schedule)
     uneven = name in WHOLE_ROUNDS and (layout.m % (layout.group or layout.pp) or layout.slices > 1)
     forwards = _round_size(layout) * layout.slices * layout.pp * layout.v
-    few = SHORT_ROUNDS if layout.vocabulary == "pp" else max(SHORT_ROUNDS, SHORT_STEP // forwards)
+    few = SHORT_ROUNDS if layout.vocabulary == "pp" else rounds or max(SHORT_ROUNDS, SHORT_STEP // forwards)
     more = layout.m // _round_size(layout) - few
     if name not in CHUNKS or uneven or more <= 0:
         return layout

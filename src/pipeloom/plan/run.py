@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.layout import stage_sizes
@@ -13,17 +11,15 @@ from pipeloom.errors import UsageError
 from pipeloom.plan.export import recomputed_blocks
 from pipeloom.plan.layout import PlannedLayout, problems
 from pipeloom.plan.measured import MeasuredLayers
-from pipeloom.plan.memory import OfRanks, RankMemory, ranks_of, state_bytes
+from pipeloom.plan.memory import OfRanks, RankMemory, has_sums, ranks_of, run_bytes, with_embedding
 from pipeloom.plan.messages import MessageBytes, message_bytes
 from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.plan.time import device as load_device
-from pipeloom.schedule import Schedule, Timeline, simulate
-from pipeloom.schedule.actions import GRADS, PARAMS
+from pipeloom.schedule import Timeline, simulate
 from pipeloom.shapes.cut import spans
 from pipeloom.shapes.mesh import uneven_parts
-from pipeloom.shapes.ops import RUNTIMES, Adapters, LayerOps, Runtime, parameters_of
-from pipeloom.shapes.stage_bytes import LayerBytes, copies_in_sums, stage_bytes
+from pipeloom.shapes.ops import RUNTIMES, Adapters, Runtime
 
 # Bytes of fp32 state per element, besides its value: two moments, or one. For Muon an upper bound: its matrices have one.
 _STATE_BYTES = {"adamw": 8, "sgd": 4, "muon": 8}
@@ -58,12 +54,6 @@ def runtime_of(config: Config, device: Device | None) -> Runtime:
     element, optimizer = int(sizes["params"]), sizes["optimizer"]
     runtime = replace(RUNTIMES["pipeloom"], element=element, optimizer=optimizer, adapters=adapters_of(config))
     return runtime if device is not None else runtime.on_cpu()
-
-
-def has_sums(layout: Layout) -> bool:
-    """Return whether gradients have buffers: those that other ranks sum too, their shares, and fp32 sums of bf16 gradients."""
-    config = layout.config
-    return layout.mesh.world > layout.mesh.pp or config.optimizer.zero1 or element_bytes(config)["params"] < 4
 
 
 def layout_of(layout: Layout) -> PlannedLayout:
@@ -106,11 +96,12 @@ def predicted(
         load_device("h100"), name="cpu", flops=1.0, memory=0.0, bandwidth=1e30, link=1e30, pair=1e30, network=1e30,
         per_node=layout.world_size, efficiency=1.0,
     )  # fmt: skip
+    runtime = runtime_of(layout.config, device)
     runtime = replace(
-        runtime_of(layout.config, device),
+        runtime,
         sequence=layout.config.parallel.sp,
         packed=layout.config.data.documents == "pack",
-        sums_inside=layout.schedule.splits_backward or has_sums(layout),
+        sums_inside=layout.schedule.splits_backward or has_sums(planned, runtime),
     )
     planner = Planner(shape, speed, runtime, measured_layers)
     layers = planner.layers(replace(planned, recompute="none"))
@@ -126,7 +117,8 @@ def predicted(
         redone = [planner.stage_seconds(each, planned, links).forward if each else 0.0 for each in blocks]
         times = [replace(each, recompute=seconds) for each, seconds in zip(times, redone, strict=True)]
     run = planner.costs(times, planned, links, layout.schedule)
-    run = replace(run, bytes=_bytes(layout, planned, layers, timed, planner.runtime))
+    again = [*_recomputed(layout), False]
+    run = replace(run, bytes=run_bytes(layout.schedule, of_stage, planned, layers, timed, again, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)
     rows = layout.microbatch_sizes
@@ -144,61 +136,6 @@ def predicted(
         spent = busy_parts(busy, times, sum(rows) / max(rows), planned.pp, layout.schedule.has_pairs)
         step = StepTime(*spent, max(0.0, timeline.makespan - busy), *state, device.host)
     return RunPrediction(planner, planned, tuple(ranks_of(timeline, planner.runtime)), timeline, step)
-
-
-def _bytes(
-    layout: Layout, planned: PlannedLayout, layers: Sequence[LayerOps], timed: Sequence[LayerOps], runtime: Runtime
-) -> dict[str, tuple[float, ...]]:
-    """Return `Costs.bytes` of the stages: of a micro-batch, and what stands for the whole step."""
-    slices = layout.schedule.slices
-    each = [
-        LayerBytes.of_ops(layer, again=again, parts=True, slices=slices)
-        for layer, again in zip(layers, [*_recomputed(layout), False], strict=False)
-    ]
-    if slices > 1:  # a weight's gradient is as large beside a slice's tensors
-        each = [
-            replace(whole, backward=slices * piece.backward_peak, split=slices * piece.input_peak)
-            for whole, piece in zip(each, timed, strict=True)
-        ]
-    groups = [layers[slice(*span)] for span in spans(layout.schedule, layout.stage_layers)]
-    return standing_bytes(layout, planned, groups, runtime) | moving_bytes(layout, each)
-
-
-def standing_bytes(
-    layout: Layout,
-    planned: PlannedLayout,
-    groups: Sequence[Sequence[LayerOps]],
-    runtime: Runtime,
-    adapters: Sequence[float] = (),
-) -> dict[str, tuple[float, ...]]:
-    """Return `Costs.bytes` of what stands for the whole step, and of whole copies of what ranks divide.
-
-    Args:
-        groups: stage -> its layers.
-        adapters: stage -> parameters of its adapters, where the layers are without; empty: the layers have theirs.
-    """
-    replicas, ties, values = planned.dp * planned.cp, with_embedding(layout.schedule), []
-    for stage, group in enumerate(groups):
-        counts, trained = (parameters_of(group, has_embedding=stage in ties, trained=each) for each in (False, True))
-        if adapters:
-            counts, trained = (counts[0] + adapters[stage], counts[1]), (adapters[stage], 0.0)
-        held = list(zip(counts, trained, (replicas, planned.expert_replicas), strict=True))
-        weights, gradients, optimizer, _ = state_bytes(held, 0.0, planned, runtime)
-        whole, summed, *_ = state_bytes(held, 0.0, replace(planned, zero=0), runtime)
-        shards = {"shards": weights} if planned.zero == 3 else {}
-        shards |= {"grad_shards": gradients} if planned.zero >= 2 else {}
-        # Gradients without buffers do not exist before the step.
-        name = GRADS if has_sums(layout) else "new_grads"
-        values.append({PARAMS: whole, name: summed, "optimizer": optimizer} | shards)
-    return {name: tuple(value[name] for value in values) for name in values[0]}
-
-
-def moving_bytes(layout: Layout, layers: Sequence[LayerBytes]) -> dict[str, tuple[float, ...]]:
-    """Return `Costs.bytes` of what comes and goes on the stages, with the sums over pipeline ranks at the step's end."""
-    of_stage, sizes = spans(layout.schedule, layout.stage_layers), element_bytes(layout.config)
-    groups = [layers[start:end] for start, end in of_stage]
-    moving = stage_bytes(layout.schedule, groups, sizes["grads"] / sizes["params"])
-    return moving | {"end_sums": tuple(summed_over_ranks(layout))}
 
 
 def with_messages(layout: Layout, timeline: Timeline) -> Timeline:
@@ -254,28 +191,6 @@ def stage_parameters(layout: Layout) -> list[int]:
     for stage in with_embedding(layout.schedule) if model.tie_word_embeddings and not shares else ():
         counts[stage] -= model.vocab_size * model.hidden_size
     return counts
-
-
-def with_embedding(schedule: Schedule) -> list[int]:
-    """Return the stages with the output layer on ranks that hold the embedding too."""
-    routes = schedule.routes
-    return [
-        last
-        for *_, last in routes
-        if any(first in schedule.stages_of[schedule.placement[last]] for first, *_ in routes)
-    ]
-
-
-def summed_over_ranks(layout: Layout) -> list[float]:
-    """Return `copies_in_sums` of the stages in bytes, 0 with adapters, whose gradients are small."""
-    schedule, model, mesh = layout.schedule, layout.config.model, layout.mesh
-    tied = model.vocab_size * model.hidden_size / mesh.tp * (model.tie_word_embeddings and not schedule.vocabulary)
-    layers = [
-        (size.parameters - size.experts) / mesh.tp + size.experts / mesh.ep for size in stage_sizes(layout.config)
-    ]
-    counts = [sum(layers[start:end]) for start, end in pairwise([0, *accumulate(layout.stage_layers)])]
-    size = element_bytes(layout.config)["grads"] * (not layout.config.lora.r)
-    return [size * count for count in copies_in_sums(schedule, counts, tied)]
 
 
 def rank_parameters(layout: Layout) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from operator import add, sub
 from typing import Any
 
 from pipeloom.errors import UsageError, divisors
+from pipeloom.plan.export import train_flags
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
@@ -222,10 +223,8 @@ class Space:
         return estimate.memory <= CLOSE * self.request.memory
 
     def least_bytes(self, cut: PlannedLayout) -> float:
-        """The bytes of the mean rank with the highest ZeRO level, where all is recomputed that may be."""
-        return self._estimator.least_bytes(
-            replace(cut, recompute=self.request.recompute[-1], zero=self.request.zero[-1])
-        )
+        """The bytes of the mean rank with the best ZeRO level, where all is recomputed that may be."""
+        return self._estimator.least_bytes(replace(cut, recompute=self.request.recompute[-1]), self.request.zero)
 
     def is_too_large(self, cut: PlannedLayout) -> bool:
         return self.least_bytes(cut) > CLOSE * self.request.memory
@@ -235,7 +234,8 @@ class Space:
         best = Estimate(cut, math.inf, math.inf)  # of the lower levels
         for zero in self.request.zero[:1] if cut.dp * cut.cp == 1 else self.request.zero:
             estimate = self.estimate(replace(cut, zero=zero, **form))  # type: ignore[arg-type]
-            if estimate.seconds < best.seconds or best.memory > ROOM * self.request.memory:
+            needed = best.memory > ROOM * self.request.memory and estimate.memory < best.memory
+            if estimate.seconds < best.seconds or needed:
                 best = estimate
                 yield estimate
 
@@ -480,7 +480,7 @@ _AXES = ("dp", "tp", "cp", "pp", "ep", "v", "micro_batch")
 
 
 def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> LayoutCosts | None:
-    """Return the layout of `request` that fits with the fewest changes of `layout`, of several the fastest; None: none fits.
+    """Return another layout of `request` that fits with the fewest changes of `layout`, of several the fastest; None: none fits.
 
     A change doubles or halves an axis, or chooses another schedule, ZeRO level or recomputation.
     """
@@ -492,7 +492,8 @@ def closest(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> La
         )
 
     fitting = [each for each in Space(planner, request).every() if each.memory <= request.memory]
-    near = sorted(fitting, key=lambda each: (changes(each.layout), each.seconds))
+    different = [each for each in fitting if train_flags(each.layout, layout)]
+    near = sorted(different, key=lambda each: (changes(each.layout), each.seconds))
     predictions = _predictions(planner, near[:SMALLEST])
     return next((each for each in predictions if each.peak <= request.memory), None)
 
@@ -770,7 +771,7 @@ class _Estimator:
         share, p = sums.shares * sums.seconds[-1], layout.pp
         return (sum(sums.seconds) + (p - 1) * share) / p, share, sum(sums.hidden) / p
 
-    def least_bytes(self, layout: PlannedLayout) -> float:
+    def least_bytes(self, layout: PlannedLayout, levels: Sequence[int]) -> float:
         """The bytes of the mean pipeline rank: what it holds, and what 1F1B saves at the least."""
         runtime = self.planner.runtime
         _, sums = self._sums_of(replace(layout, zero=0), AxisRates.of(layout, self.planner.device, self.planner.shape))
@@ -778,7 +779,8 @@ class _Estimator:
         replicas = layout.dp * layout.cp, layout.expert_replicas
         groups = list(zip(counts[:2], counts[2:], replicas, strict=True))
         alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)
-        held = sum(state_bytes(groups, 0.0, layout, runtime)) + (1 + runtime.margin) * saved * alive
+        state = min(sum(state_bytes(groups, 0.0, replace(layout, zero=level), runtime)) for level in levels)
+        held = state + (1 + runtime.margin) * saved * alive
         return held + runtime.workspace + runtime.overhead
 
 
@@ -824,7 +826,9 @@ def _estimate(planner: Planner, layout: PlannedLayout, links: AxisRates, cut: _C
     for rank, places in cut.places.items():
         trained = rank.trained_shared, rank.trained_experts
         groups = (rank.shared, trained[0], replicas), (rank.experts, trained[1], of_experts)
-        state = sum(state_bytes(groups, cut.largest, layout, runtime))
+        *standing, gathered = state_bytes(groups, cut.largest, layout, runtime)
+        # our trainer's copies come and go
+        state = sum(standing) + (1 + runtime.margin * (runtime.name == "pipeloom")) * gathered
         sums, gathers, spent = planner.state_seconds(*trained, layout, links)
         optimizer, work = max(optimizer, spent), max(work, rank.seconds - paired * rank.hidden)
         if rank is first and plain not in ("zbv", "zb-h1"):  # first to compute, and last

@@ -267,7 +267,15 @@ class LayerOps:
     def saved(self) -> float:
         """Bytes that one micro-batch holds from the forward to the backward."""
         names = self.tensors.keys() - self.dropped
-        return sum(self.tensors[name] for name in names) + self.input * (names <= {LOGITS})
+        held = self.held if self.dropped and not names else 0.0
+        return sum(self.tensors[name] for name in names) + held + self.input * (names <= {LOGITS})
+
+    @cached_property
+    def held(self) -> float:
+        """Bytes that one micro-batch holds besides the input where the layer is wholly recomputed: the loss's, and those between
+        communications, which are not repeated."""
+        names = (LOGITS, *("received", "expert_outputs") * self.waits)
+        return sum(self.tensors.get(name, 0.0) for name in names) + self.input * self.waits
 
     @cached_property
     def pending(self) -> float:
@@ -278,7 +286,8 @@ class LayerOps:
     @cached_property
     def rebuilt(self) -> float:
         """Bytes that the backward rebuilds first; the input is there."""
-        return sum(size for name, size in self.tensors.items() if name in self.dropped and name != "input")
+        held = self.held if self.dropped == self.tensors.keys() else 0.0
+        return sum(size for name, size in self.tensors.items() if name in self.dropped and name != "input") - held
 
     @cached_property
     def backward_peak(self) -> float:

@@ -86,7 +86,6 @@ class LayerBytes:
             )
         left = tensors.keys() - layer.dropped
         saves_input = "input" in left or left <= {LOGITS}
-        held = (LOGITS, *("received", "expert_outputs") * layer.waits)
         return cls(
             layer.saved - layer.input * saves_input,
             layer.input,
@@ -96,7 +95,7 @@ class LayerBytes:
             split=layer.input_peak,
             state=sum(tensors.get(name, 0.0) for name in ("key", "value")) * (slices > 1),
             again=again,
-            loss=sum(tensors.get(name, 0.0) for name in held) + layer.input * layer.waits,
+            loss=layer.held,
             parts=_parts_of(layer) if parts else {},
         )
 

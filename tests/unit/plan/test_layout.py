@@ -254,8 +254,8 @@ def test_no_step_is_shorter_than_its_work_and_half_of_what_else_is_estimated(tex
 def test_what_waits_for_split_backwards_is_estimated(text, recompute):
     """Of blocks that are recomputed it is more than what they save."""
     planned = planner(runtime="pipeloom")
-    layout = parse_layout(f"dp=8,{text},zero=3,recompute={recompute}")
-    assert 0.93 < estimate(planned, layout).memory / planned.predict(layout).peak < CLOSE
+    layout = parse_layout(f"dp=8,{text},recompute={recompute}")
+    assert 0.91 < estimate(planned, layout).memory / planned.predict(layout).peak < CLOSE
 
 
 @pytest.mark.parametrize(
@@ -481,8 +481,8 @@ def test_long_sequences_fit_in_many_slices_and_with_a_spread_output_layer():
 def test_zero_levels_are_part_of_the_space(levels):
     flat = search(planner(runtime="pipeloom"), ours(1024, 4096, fixed={"pp": 1, "tp": 1}, zero=levels)).best
     assert flat.layout.dp == 8
-    assert flat.layout.zero == levels[-1] - (len(levels) > 1)  # the lowest that fits
-    assert flat.tokens > 10_000
+    assert flat.layout.zero == levels[0]  # where a rank has one stage, higher ones gather and sum all of it
+    assert flat.tokens > 7_500
 
 
 @pytest.mark.slow
@@ -722,14 +722,15 @@ def test_what_is_copied_can_be_fixed_and_only_megatron_copies_it():
         written(prediction, planned, "pipeloom")
 
 
-@pytest.mark.parametrize("gib", [26, 30])
+@pytest.mark.parametrize("gib", [24, 28])
 def test_a_higher_zero_level_recomputes_fewer_blocks(gib):
     """Though the lower one leaves room where all are recomputed, and the search has looked at no higher one there."""
-    fixed = {"tp": 2, "pp": 2, "cp": 1, "v": 1, "slices": 1, "vocabulary": "last", "micro_batch": 1, "schedule": "1f1b"}
+    fixed = {"tp": 2, "pp": 2, "cp": 1, "v": 4, "slices": 1, "vocabulary": "last", "micro_batch": 1}
+    fixed |= {"schedule": "interleaved"}
     asked, planned = PlanRequest.of("pipeloom", 16, gib * 2**30, 64, 4096, fixed=fixed), planner(runtime="pipeloom")
-    bare = PlannedLayout(dp=4, tp=2, pp=2, m=16)
+    bare = PlannedLayout(dp=4, tp=2, pp=2, v=4, m=16, schedule="interleaved")
     some = [
-        replace(bare, zero=zero, recompute="full", recompute_layers=count) for zero in (1, 2, 3) for count in range(16)
+        replace(bare, zero=zero, recompute="full", recompute_layers=count) for zero in (1, 2, 3) for count in range(5)
     ]
     every = [planned.predict(each) for each in (bare, replace(bare, zero=2), replace(bare, zero=3), *some)]
     best = max((each for each in every if each.peak <= asked.memory), key=lambda each: each.tokens)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeloom.config import load_layout
-from pipeloom.plan.run import predicted, stage_parameters, summed_over_ranks, with_embedding
+from pipeloom.plan.memory import with_embedding
+from pipeloom.plan.run import predicted, stage_parameters
 
 
 def test_a_tied_output_layer_has_no_weight_of_its_own_beside_the_embedding() -> None:
@@ -22,20 +23,20 @@ def test_a_tied_output_layer_has_no_weight_of_its_own_beside_the_embedding() -> 
 def test_sums_over_ranks_hold_a_copy_of_each_holder() -> None:
     """Of a tied weight those of the first and the last rank, in fp32; of two routes those of the larger stage,
     since ranks hold the two in another order; else nothing."""
-    tied = {"model.tie_word_embeddings": True, "parallel.pp": 4, "schedule.microbatches": 8}
-    model = load_layout("tiny", {"schedule.name": "1f1b", **tied}).config.model
-    sum_of_two = 2 * 4 * model.vocab_size * model.hidden_size
-    assert summed_over_ranks(load_layout("tiny", {"schedule.name": "1f1b", **tied})) == [sum_of_two, 0, 0, sum_of_two]
-    assert (
-        summed_over_ranks(load_layout("tiny", {"schedule.name": "1f1b"} | tied | {"train.dtype": "bfloat16"}))[0]
-        == sum_of_two
-    )
-    assert (
-        summed_over_ranks(load_layout("tiny", {"schedule.name": "zbv", "model.num_hidden_layers": 8, **tied}))
-        == [0] * 8
-    )
-    layout = load_layout("tiny", {"schedule.name": "dualpipe", "parallel.pp": 2, "schedule.microbatches": 4})
-    assert summed_over_ranks(layout) == [*[2 * 4 * max(stage_parameters(layout)[:2])] * 2, 0, 0]
+
+    def sums(**changes):
+        run = {"parallel.pp": 4, "schedule.microbatches": 8, "model.tie_word_embeddings": True} | changes
+        layout = load_layout("tiny", run)
+        return layout, list(dict(predicted(layout).timeline.costs.bytes)["end_sums"])
+
+    layout, of_two = sums(**{"schedule.name": "1f1b"})
+    table = layout.config.model.vocab_size * layout.config.model.hidden_size
+    assert of_two == [2 * 4 * table, 0, 0, 2 * 4 * table]
+    assert sums(**{"schedule.name": "1f1b", "train.dtype": "bfloat16"})[1] == of_two
+    assert sums(**{"schedule.name": "zbv", "model.num_hidden_layers": 8})[1] == [0] * 8
+    both = {"schedule.name": "dualpipe", "parallel.pp": 2, "schedule.microbatches": 4}
+    layout, of_routes = sums(**both, **{"model.tie_word_embeddings": False})
+    assert of_routes == [*[2 * 4 * max(stage_parameters(layout)[:2])] * 2, 0, 0]
 
 
 def test_gradients_without_buffers_are_made_in_the_step() -> None:
