@@ -73,8 +73,6 @@ def write(
     model |= {"num_nextn_predict_layers": ahead} if ahead and not source else {}
     model |= {"capacity_factor": layout.capacity} if layout.capacity else {}
     model |= {"pad_to_capacity": True} if shape.pad_to_capacity else {}
-    if shape.num_experts and not source:
-        model |= {"aux_loss_coef": shape.aux_loss_coef, "z_loss_coef": shape.z_loss_coef}
     stages = layout.stages or even_stages(shape.num_hidden_layers, 1, ahead)
     sections: dict[str, dict[str, object]] = {
         "model": model,

@@ -421,7 +421,11 @@ def model_keys(shape: DecoderShape, *, ours: bool) -> dict[str, Any]:
     """Return the trainer's keys for a shape; `ours`: of our own decoder, for which more of them matter."""
     keys = [*_KEYS, *(_OF_OUR_DECODER if ours else ()), *(["head_dim"] if shape.head_dim else [])]
     if shape.num_experts:
-        keys += ["num_experts_per_tok", "moe_intermediate_size", *(["norm_topk_prob"] if ours else [])]
+        keys += [
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+            *(["norm_topk_prob", "aux_loss_coef", "z_loss_coef"] if ours else []),
+        ]
     if not shape.model_type:
         keys += ["router", "num_nextn_predict_layers"]
     values = {key: getattr(shape, key) for key in keys}

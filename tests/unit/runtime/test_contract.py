@@ -41,7 +41,7 @@ from contract_kinds import (
 )
 from models import batch, mse
 from one_process import Plain
-from pipeloom.errors import ConfigError, PipeloomError, UsageError, VerifyError
+from pipeloom.errors import ConfigError, PipeloomError, VerifyError
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
 from pipeloom.schedule.sharding import shard
 
@@ -204,14 +204,6 @@ def test_a_loss_has_no_parameters_and_gradients_stay_as_they_were() -> None:
     assert loss.scale.grad is None
     assert [parameter.grad for parameter in layers[0].parameters()] == [None, None]
     assert all(p.grad is gradient for p, gradient in zip(layers[1].parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_modules_whose_copies_would_lose_a_hook_are_refused(method: str) -> None:
-    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
-    getattr(layers[1].weight, method)(lambda _: None)
-    with pytest.raises(UsageError, match="a copy loses the hooks of weight in layer 1: give factories"):
-        pl.verify(layers, pl.schedules.one_f_one_b(2, 4), *torch.randn(2, 4, 3), loss=mse)
 
 
 def test_a_layer_is_not_called_as_a_part_of_another_is() -> None:
