@@ -135,12 +135,15 @@ def test_a_search_for_other_runtimes_names_whole_exchanges_as_the_nearest():
         search(planner(runtime="megatron"), asked)
 
 
-def test_without_a_pipeline_pairs_hide_the_exchange_too():
+def test_without_a_pipeline_pairs_hide_the_exchange_too(tmp_path):
     sizes = {"pp": 1, "tp": 1, "cp": 1, "micro_batch": 1}
     best = search(planner("mixtral-8x7b"), PlanRequest.of("pipeloom", 64, H100.memory, 1024, 4096, fixed=sizes)).best
     assert (best.layout.schedule, best.layout.v) == ("1f1b-overlap", 1)
     other = planner("mixtral-8x7b").predict(replace(best.layout, schedule="1f1b"))
     assert best.tokens > 1.03 * other.tokens
+    (tmp_path / "run.toml").write_text(written(best, planner("mixtral-8x7b"), "pipeloom")[0])
+    dry = predicted(load_layout(tmp_path / "run.toml"), H100)
+    assert dry.step.total == pytest.approx(best.step.total, rel=0.001)
     whole = Space(planner(), PlanRequest.of("pipeloom", 64, H100.memory, 1024, 4096, fixed=sizes | {"ep": 1})).bounds
     assert {cut.schedule for cut in whole} == {"1f1b"}
 
