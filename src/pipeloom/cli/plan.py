@@ -355,14 +355,14 @@ def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[s
 
 
 def _lines(plan: LayoutPlan, planner: Planner, request: PlanRequest) -> list[str]:
-    best = plan.best
+    best, numbers = plan.best, plan.looked_at
     lines = [
         f"{planner.shape.name} on {request.devices} {planner.device.name} with {gib(request.memory)} GiB, {request.sequences} "
         f"sequences of {request.seq} tokens a step, run by {planner.runtime.name}",
-        "{layouts:,} layouts, each with ZeRO levels and recomputation: {too_slow:,} are too slow by their work alone, and "
-        "{too_large:,} too large on the mean rank. Of the others {estimated:,} were estimated, and {predicted} predicted from "
-        "their schedules. Below, with the tokens/s of one device, each is slower and smaller than the one above:".format_map(
-            plan.looked_at
+        "{layouts:,} layouts: {too_slow:,} are too slow by their work alone, and {too_large:,} too large on the mean rank. The "
+        "other {others:,} gave {estimated:,} estimates, with ZeRO levels and recomputation; {predicted} were predicted from "
+        "their schedules. Below, with the tokens/s of one device, each is slower and smaller than the one above:".format(
+            others=numbers["layouts"] - numbers["too_slow"] - numbers["too_large"], **numbers
         ),
         *in_blocks(table(plan.pareto[:_ROWS])),
         advice(plan),

@@ -51,6 +51,7 @@ def normal(job: Job) -> Job:
     """Return the same run with nothing left to a default: layers of every stage, ranks that divide an expert, one word each."""
     layout, shape = job.layout, job.shape
     looped = layout.pp > 1 and layout.v > 1
+    schedule = canonical_name(layout.schedule)
     stages = layout.stages if layout.pp > 1 else ()
     if layout.pp > 1 and not stages and shape is not None:
         stages = even_stages(shape.num_hidden_layers, layout.pp * layout.v, shape.num_nextn_predict_layers)
@@ -58,7 +59,7 @@ def normal(job: Job) -> Job:
     layout = replace(
         layout,
         v=layout.v if layout.pp > 1 else 1,
-        schedule=canonical_name(layout.schedule) if layout.pp > 1 else "1f1b",
+        schedule=schedule if layout.pp > 1 or schedule == "1f1b-overlap" else "1f1b",
         stages=stages,
         cut="even",
         etp=(layout.etp or layout.tp) if experts else 0,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from pipeloom.plan.export import train_flags
 from pipeloom.plan.layout import CHUNKS, WHOLE_ROUNDS, PlannedLayout, problems
 from pipeloom.plan.memory import state_bytes
 from pipeloom.plan.predict import LayoutCosts, Planner, balanced, distinct
-from pipeloom.plan.time import AxisRates, gathers_by_microbatch
+from pipeloom.plan.time import AxisRates, gathers_by_microbatch, hidden_by_pairs
 from pipeloom.schedule.placement import named
 from pipeloom.shapes.decoder import DecoderShape, context_problem
 from pipeloom.shapes.ops import OFFLOADED, LayerOps
@@ -48,7 +47,7 @@ OFFERED = {
 _SIZES = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "slices", "vocabulary")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
 LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
-CORRECTIONS = 3  # times that the number of recomputed blocks is chosen: from an estimate, then from predictions
+CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
@@ -260,7 +259,7 @@ class Space:
             yield from filter(self.is_close, self._copied(bare))
 
     def _copied(self, bare: Estimate) -> Iterator[Estimate]:
-        """The layout with the fewest bytes copied with which it may fit, should fit, and fits for certain."""
+        """The layout with a set of few bytes copied with which it may fit, should fit, and fits for certain."""
         layers = self.planner.layers(bare.layout)
         sizes = {
             module: sum(layer.tensors.get(name, 0.0) for layer in layers for name in names)
@@ -302,10 +301,13 @@ class _Partial:
         return self.space.estimate(replace(self.full.layout, recompute_layers=count))
 
     def fewest(self) -> list[Estimate]:
-        """The estimate with the fewest blocks that fit, or with all but one; none where a stage has no two."""
+        """The estimates with the fewest blocks that may fit, and that should, or with all but one; none for stages of one."""
         counts, memory = range(1, self.blocks), self.space.request.memory
-        at = bisect_left(counts, -memory, key=lambda number: -self.of(number).memory)
-        return [self.of(number) for number in counts[at : at + 1] or counts[-1:]]
+        places = [
+            bisect_left(counts, -limit * memory, key=lambda number: -self.of(number).memory) for limit in (CLOSE, 1.0)
+        ]
+        numbers = [number for at in places for number in counts[at : at + 1] or counts[-1:]]
+        return [self.of(number) for number in dict.fromkeys(numbers)]
 
     def corrected(self, prediction: LayoutCosts) -> Estimate:
         """The estimate with as many blocks as the bytes of a prediction leave room for."""
@@ -372,11 +374,13 @@ def _until_best(
 ) -> Iterator[LayoutCosts]:
     """Yield predictions, of the fastest estimate first, until no other layout can be faster than the best that fits.
 
-    Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest by their estimates first, and then
-    as many as the bytes of the predictions leave room for.
+    Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest with which they may by their
+    estimates, and with which they should, and then as many as the bytes of the predictions leave room for.
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A step
-    takes at least half as long beside its work as estimated, but for hundredths of a percent.
+    takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts, such as those
+    with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer than `LONG`
+    allows: one of these may be missed though it is the fastest.
 
     Args:
         best: seconds of the fastest prediction before.
@@ -393,7 +397,7 @@ def _until_best(
     short: dict[tuple[object, ...], float] = {}
     exact: dict[PlannedLayout, float] = {}
     partial: dict[PlannedLayout, _Partial] = {}
-    tried: dict[PlannedLayout, set[Estimate]] = defaultdict(set)
+    tried: dict[PlannedLayout, list[Estimate]] = {}
     while queue and queue[0][0] < long * best:
         *_, each = heappop(queue)
         if isinstance(each, PlannedLayout):
@@ -402,7 +406,8 @@ def _until_best(
             continue
         if isinstance(each, _Partial):
             partial[each.full.layout] = each
-            push(some for some in each.fewest() if space.is_close(some))
+            tried[each.full.layout] = [some for some in each.fewest() if space.is_close(some)]
+            push(tried[each.full.layout])
             continue
         layout, twin = each.layout, replace(each.layout, zero=0)
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
@@ -420,9 +425,9 @@ def _until_best(
             yield prediction
             if layout.recompute_layers:
                 whole = replace(layout, recompute_layers=0)
-                tried[whole].add(each)
                 other = partial[whole].corrected(prediction)
                 if other not in tried[whole] and len(tried[whole]) < CORRECTIONS:
+                    tried[whole].append(other)
                     push([other])
         if (layout.recompute, layout.offload) == ("none", "none") and not fits:
             push(space.smaller(each))
@@ -597,10 +602,11 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                 for micro_batch, ep, (slices, vocabulary) in product((1, 2, 4), expert_ranks, [*cuts]):
                     if request.sequences % (dp * micro_batch):
                         continue
+                    chunks = request.fixed.get("ep_chunks", 1) if planner.runtime.name == "pipeloom" else 1
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                         seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=etp, slices=slices,
-                        vocabulary=vocabulary, ep_chunks=request.fixed.get("ep_chunks", 1),
+                        vocabulary=vocabulary, ep_chunks=chunks,
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout
@@ -608,8 +614,9 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
 
 def _cuts(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iterator[PlannedLayout]:
     """A layout with every schedule and number of chunks."""
-    for name in request.schedules if layout.pp > 1 else request.schedules[:1]:
-        for v in CHUNKS[name] if layout.pp > 1 else (1,):
+    alone = {*request.schedules[:1], "1f1b-overlap"}  # without a pipeline the others are alike
+    for name in request.schedules:
+        for v in CHUNKS[name] if layout.pp > 1 else (1,) if name in alone else ():
             if _is_offered(planner, layout, name, v):
                 yield replace(layout, v=v, schedule=name)
 
@@ -638,11 +645,13 @@ def _can_spread(p: int, v: int, name: str, slices: int) -> bool:
 class _Rank:
     """Sums over the layers of one pipeline rank, of one micro-batch; of the temporaries the largest.
 
-    `hidden`: seconds that a pair of the rank's layers with themselves saves; `output`: what the last layer saves, not in `saved`.
+    `exchanged`: seconds of exchanges with experts on other ranks, of F and I; `stands`: those that chunks of the tokens do not
+    hide; `output`: what the last layer saves, not in `saved`.
     """
 
     seconds: float
-    hidden: float
+    exchanged: float
+    stands: float
     saved: float
     output: float
     pending: float
@@ -651,6 +660,11 @@ class _Rank:
     trained_shared: float
     trained_experts: float
     extra: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that pairs of a micro-batch save: dense layers hide the exchanges of others."""
+        return hidden_by_pairs(self.seconds, self.exchanged, self.stands)
 
 
 @dataclass(frozen=True)
@@ -676,13 +690,17 @@ class _Sums:
 
     layers: list[LayerOps]
     seconds: tuple[float, ...]
-    hidden: tuple[float, ...]
+    exchanged: tuple[float, ...]
+    stands: tuple[float, ...]
 
     @classmethod
     def of(cls, planner: Planner, layout: PlannedLayout, links: AxisRates) -> _Sums:
         times = planner.layer_seconds(planner.timed_layers(layout), layout, links)
-        hidden = tuple(each.hidden(each) for each in times)
-        return cls(planner.layers(layout), tuple(each.total for each in times), hidden)
+        rows = [
+            (each.total, 2 * each.exchanged, 2 * each.exchanged - each.beside_forward - each.beside_backward)
+            for each in times
+        ]
+        return cls(planner.layers(layout), *zip(*rows, strict=True))
 
     @property
     def shares(self) -> bool:
@@ -693,10 +711,10 @@ class _Sums:
     def totals(self) -> list[tuple[float, ...]]:
         """The sums over the first layers of what `_Rank` sums, the share of the output layer left out."""
         last = len(self.layers) - 1 - self.shares
-        totals: list[tuple[float, ...]] = [(0.0,) * 9]
-        for at, (layer, seconds, hidden) in enumerate(zip(self.layers, self.seconds, self.hidden, strict=True)):
+        totals: list[tuple[float, ...]] = [(0.0,) * 10]
+        for at, (layer, *times) in enumerate(zip(self.layers, self.seconds, self.exchanged, self.stands, strict=True)):
             saved = (layer.saved, 0.0) if at < last else (0.0, layer.saved)
-            row = seconds, hidden, *saved, layer.pending, *layer.parameters, *layer.trained.parameters
+            row = *times, *saved, layer.pending, *layer.parameters, *layer.trained.parameters
             totals.append(tuple(map(add, totals[-1], row)))
         return totals
 
@@ -710,7 +728,7 @@ class _Sums:
         ranks, chunks = layout.pp, layout.v
         mean = [(1 - share) * a + share * b for a, b in zip(bare.seconds, self.seconds, strict=True)]
         of_stage = balanced(mean[: len(mean) - self.shares], ranks * chunks)
-        sums, extra, start = [[0.0] * 9 for _ in range(ranks)], [0.0] * ranks, 0
+        sums, extra, start = [[0.0] * 10 for _ in range(ranks)], [0.0] * ranks, 0
         peaks, bare_peaks = ([layer.backward_peak for layer in each.layers] for each in (self, bare))
         line = "vee" if layout.schedule in BACK_AND_FORTH else "loop"
         for rank, size in zip(named(line, ranks, chunks), of_stage, strict=True):
@@ -723,7 +741,7 @@ class _Sums:
         sums = [[*each, most] for each, most in zip(sums, extra, strict=True)]
         if self.shares:
             output, seconds = self.layers[-1], self.seconds[-1]
-            values = seconds, 0.0, 0.0, 0.0, 0.0, *output.parameters, *output.trained.parameters, output.saved
+            values = seconds, 0.0, 0.0, 0.0, 0.0, 0.0, *output.parameters, *output.trained.parameters, output.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
         largest = max(sum(each.parameters) for each in distinct(self.layers).values())
         return _Cut(tuple(_Rank(*each) for each in sums), largest, self.shares * self.seconds[-1])
@@ -769,13 +787,14 @@ class _Estimator:
         """Seconds of a micro-batch on the mean rank, of which a share of the output layer takes; and those that pairs hide."""
         _, sums = self._sums_of(layout, AxisRates.of(layout, self.planner.device, self.planner.shape))
         share, p = sums.shares * sums.seconds[-1], layout.pp
-        return (sum(sums.seconds) + (p - 1) * share) / p, share, sum(sums.hidden) / p
+        work = (sum(sums.seconds) + (p - 1) * share) / p
+        return work, share, hidden_by_pairs(work, sum(sums.exchanged) / p, sum(sums.stands) / p)
 
     def least_bytes(self, layout: PlannedLayout, levels: Sequence[int]) -> float:
         """The bytes of the mean pipeline rank: what it holds, and what 1F1B saves at the least."""
         runtime = self.planner.runtime
         _, sums = self._sums_of(replace(layout, zero=0), AxisRates.of(layout, self.planner.device, self.planner.shape))
-        _, _, saved, _, _, *counts = (each / layout.pp for each in sums.totals[-1])
+        _, _, _, saved, _, _, *counts = (each / layout.pp for each in sums.totals[-1])
         replicas = layout.dp * layout.cp, layout.expert_replicas
         groups = list(zip(counts[:2], counts[2:], replicas, strict=True))
         alive = min(layout.m, 1 + (layout.pp - 1) / 2 / layout.slices)

@@ -151,8 +151,13 @@ class StageSeconds:
         """
         exchanged = self.exchanged + other.exchanged
         stands = exchanged - self.beside_forward - other.beside_backward
-        computed = self.forward + other.input_grad + (0.0 if split else other.weight_grad) - stands
-        return computed + stands - max(computed + EXCHANGE_SHARE * stands, exchanged)
+        seconds = self.forward + other.input_grad + (0.0 if split else other.weight_grad)
+        return hidden_by_pairs(seconds, exchanged, stands)
+
+
+def hidden_by_pairs(seconds: float, exchanged: float, stands: float) -> float:
+    """Return by how much pairs are shorter than `seconds`, of which exchanges that nothing else hides take `stands`."""
+    return min((1 - EXCHANGE_SHARE) * stands, seconds - exchanged)
 
 
 @dataclass(frozen=True)

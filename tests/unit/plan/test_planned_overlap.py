@@ -11,7 +11,7 @@ from pipeloom.errors import UsageError
 from pipeloom.interop.systems import written
 from pipeloom.plan import OFFERED, RUNTIMES, PlannedLayout, Planner, PlanRequest, load_device, load_model, search
 from pipeloom.plan.run import predicted
-from pipeloom.plan.search import OVERLAPPED, _Estimator, _schedules, estimate, neighbouring
+from pipeloom.plan.search import LONG, OVERLAPPED, Space, _Estimator, _schedules, estimate, neighbouring
 from pipeloom.plan.time import EXCHANGE_SHARE, AxisRates, StageSeconds, with_pairs
 from pipeloom.schedule import Costs
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, length, run_block
@@ -127,6 +127,41 @@ def test_other_runtimes_have_no_chunks():
     for runtime in ("megatron", "torchtitan"):
         with pytest.raises(UsageError, match=f"ep_chunks=4: {runtime} does not cut .* nearest: ep_chunks=1"):
             planner(runtime=runtime).predict(with_schedule("1f1b", ep_chunks=4))
+
+
+def test_a_search_for_other_runtimes_names_whole_exchanges_as_the_nearest():
+    asked = PlanRequest.of("megatron", 8, H100.memory, 64, 4096, fixed={"ep_chunks": 2})
+    with pytest.raises(UsageError, match=r"--fixed ep_chunks=2: there is no such layout .* nearest: ep_chunks=1"):
+        search(planner(runtime="megatron"), asked)
+
+
+def test_without_a_pipeline_pairs_hide_the_exchange_too(tmp_path):
+    sizes = {"pp": 1, "tp": 1, "cp": 1, "micro_batch": 1}
+    best = search(planner("mixtral-8x7b"), PlanRequest.of("pipeloom", 64, H100.memory, 1024, 4096, fixed=sizes)).best
+    assert (best.layout.schedule, best.layout.v) == ("1f1b-overlap", 1)
+    other = planner("mixtral-8x7b").predict(replace(best.layout, schedule="1f1b"))
+    assert best.tokens > 1.03 * other.tokens
+    (tmp_path / "run.toml").write_text(written(best, planner("mixtral-8x7b"), "pipeloom")[0])
+    dry = predicted(load_layout(tmp_path / "run.toml"), H100)
+    assert dry.step.total == pytest.approx(best.step.total, rel=0.001)
+    whole = Space(planner(), PlanRequest.of("pipeloom", 64, H100.memory, 1024, 4096, fixed=sizes | {"ep": 1})).bounds
+    assert {cut.schedule for cut in whole} == {"1f1b"}
+
+
+@pytest.mark.parametrize("experts", [(1,), (0, 1), (0, 0, 0, 1), (0,)])  # of every so many blocks
+@pytest.mark.parametrize("link", [0.1, 0.25])
+def test_no_step_is_shorter_than_the_bound_of_its_pairs(experts, link):
+    """Dense blocks, and the output layer, hide exchanges of the blocks with experts on their stage."""
+    shape = replace(load_model("qwen3-30b-a3b"), num_hidden_layers=16, moe_layer_freq=experts * (16 // len(experts)))
+    planned = Planner(shape, H100.with_links(link), RUNTIMES["pipeloom"])
+    fixed = {"cp": 1, "tp": 1, "micro_batch": 1, "ep": 8, "slices": 1, "vocabulary": "last"}
+    space = Space(planned, PlanRequest.of("pipeloom", 16, H100.memory, 256, 4096, fixed=fixed))
+    pairs = {cut: seconds for cut, seconds in space.bounds.items() if cut.schedule in OVERLAPPED}
+    assert {(cut.schedule, cut.pp) for cut in pairs} == {(name, 2) for name in OVERLAPPED} | {("1f1b-overlap", 1)}
+    for cut, seconds in pairs.items():
+        step = planned.predict(cut).step.total
+        assert 0.5 * step < seconds <= step
+        assert seconds <= space.estimate(cut).seconds <= LONG * step
 
 
 def test_the_search_plans_chunks_where_they_are_fixed():
