@@ -65,7 +65,7 @@ def commands_of(text: str) -> list[Command]:
         script.inside(tokens_of(text), 0, True)
         for name in [each for each in script.functions if each not in script.called]:
             script.exited = False
-            script.inside(*script.functions[name], None)  # another shell may call it
+            script.inside(*script.functions[name][:2], None)  # another shell may call it
     except RecursionError:
         raise UsageError("the script has too many commands inside each other") from None
     return script.found
@@ -118,7 +118,7 @@ class _Script:
     doubts: dict[str, str]
     tokens: Sequence[Token] = ()
     at: int = 0
-    functions: dict[str, tuple[Sequence[Token], int]] = field(default_factory=dict)  # where the body begins
+    functions: dict[str, tuple[Sequence[Token], int, Truth]] = field(default_factory=dict)  # body; is it set?
     files: dict[str, str] = field(default_factory=dict)  # that the script itself writes
     called: set[str] = field(default_factory=set)
     found: list[Command] = field(default_factory=list)
@@ -218,7 +218,7 @@ class _Script:
             name, self.at = self.here, self.at + 1
             self.at += 2 * (self.here == "(")
             if runs is not False:
-                self.functions[name] = self.tokens, self.at
+                self.functions[name] = self.tokens, self.at, runs
             self._command(False)
             return True
         if word not in _COMPOUND:
@@ -252,8 +252,7 @@ class _Script:
     def _loop(self, runs: Truth, word: str) -> None:
         goes: Truth = None
         if word in ("while", "until"):
-            goes = self.run(runs, "do", "done")
-            goes = False if goes is (word == "until") else None
+            goes = False if self.run(runs, "do", "done") is (word == "until") else None
         else:
             self.doubts[self.here] = f"line {self.tokens[self.at - 1].line}: ${self.here} is that of a loop"
             while self.here not in (";", "\n", "do", ""):
@@ -342,7 +341,8 @@ class _Script:
             self._restore({name: (value, None) for name, value in given.items()})
             if missing and {*_ARGUMENTS} & {*words}:
                 self.doubts["@"] = missing[0]
-            status = self.inside(*self.functions[words[0]], runs, (), missing, states)
+            tokens, at, defined = self.functions[words[0]]
+            status = self.inside(tokens, at, _both(runs, defined), (), missing, states)
             self._restore(states)
         elif first == "eval":
             status = self.inside(tokens_of(" ".join(words[1:])), 0, runs, (), missing, self.locals)
@@ -485,16 +485,16 @@ class _Script:
         if key is not None:
             value, adds = {self.text(key): value}, True
         missing, self.missing = self.missing, before
-        if runs is False:
-            return bool(missing)
         if local and name not in self.locals:
             self.locals |= self._states([name])
         earlier = self.values.get(name)
+        if isinstance(earlier, str) and isinstance(value, dict):
+            earlier = {"0": earlier}
+        if isinstance(earlier, dict) and isinstance(value, str) and not local:
+            value, key, adds = {"0": (earlier.get("0", "") if adds else "") + value}, "0", True
         if adds and isinstance(earlier, dict):
-            added = value if isinstance(value, dict) else {"0": value}
-            value = earlier | (
-                added if key else {str(len(earlier) + at): item for at, item in enumerate(added.values())}
-            )
+            items = value if key else {str(at): item for at, item in enumerate(value.values(), len(earlier))}
+            value = earlier | items
         elif adds and isinstance(earlier, str) and isinstance(value, str):
             value = earlier + value
         self.spent += len(value) + sum(map(len, value))

@@ -140,7 +140,8 @@ fi; launch z""",
 launch ${#A} ${#A[@]} ${#B[@]} ${#B} ${#B[1]} ${#E[*]}
 launch "${A[0]}" ${A[1]:-none} "${E+x}" "${E:+x}\"""",
     "texts that are read without their ends": 'read -r A <<< "  a b  "; launch "$A"; read -rd "" B <<< "c\\d"; launch "$B"',
-    "numbers below zero": "N=-3; M=1+1\nlaunch $(((9-12)/2)) $(((9-12)%2)) $((M*2))\n[ $N -lt 0 ] && launch yes",
+    "numbers below zero": "N=-3; M=1+1; E=\nlaunch $(((9-12)/2)) $(((9-12)%2)) $((M*2)) $((E+1))\n[ $N -lt 0 ] && launch yes",
+    "texts and arrays": 'A=(1 2); A+=3; launch "${A[@]}"; A=4; launch "${A[@]}"; B=1; B+=(2); launch "${B[@]}"\nf() { local A=5; launch "${A[@]}"; }; f',
     "quoted patterns": """P='a*'; M=8b
 case $M in "*b") X=4;; *) X=2;; esac
 case "8*" in 8"*") Y=1;; *) Y=2;; esac
@@ -237,7 +238,7 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("[ $U = 1 ] && exit\nlaunch 1", "1", "line 1: the script may end here, by `exit`"),
         ("[ $# = 0 ] && exit 2\nlaunch 1", "1", "line 1: the script may end here, by `exit 2`"),
         ("[ $U = 1 ] && exec true\nlaunch 1", "1", "line 1: the script may end here, by `exec`"),
-        ("f() { [ 1 = 1 ] && return 1; }\nf && A=2\nlaunch $A", "2", "line 2: A is set under a condition"),
+        ("f() { true; return 1; }\nf && A=2\nlaunch $A", "2", "line 2: A is set under a condition"),
         ("if true; then false; fi && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
         ("true | false && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
         ("! launcher && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
@@ -246,6 +247,7 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("case 1 in [[:digit:]]) A=1;; *) A=2; esac\nlaunch $A", "1", "line 1: A is set under a condition"),
         ("[[ a == [^b] ]] && A=1\nlaunch $A", "1", "line 1: A is set under a condition"),
         ("[[ 010 -eq 8 ]] && A=1\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("[ $U = 1 ] && f() { A=1; }\nf\nlaunch $A", "1", "line 1: A is set under a condition"),
         ("launch $((16#10))", "$((16#10))", "$((16#10))"),
     ],
 )
@@ -344,6 +346,7 @@ def test_a_function_that_another_shell_may_call_is_read_behind_the_end_of_the_sc
 
 def test_what_is_set_again_is_known() -> None:
     assert commands_of("A=$1\nA=2\nlaunch $A")[-1].unresolved == ()
+    assert commands_of("A=0\ncase b in $U) ;; a) A=2;; esac\nlaunch $A")[-1].unresolved == ()
 
 
 def test_variables_before_a_command_are_among_its_values() -> None:
