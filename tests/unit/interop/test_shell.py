@@ -141,7 +141,9 @@ launch ${#A} ${#A[@]} ${#B[@]} ${#B} ${#B[1]} ${#E[*]}
 launch "${A[0]}" ${A[1]:-none} "${E+x}" "${E:+x}\"""",
     "texts that are read without their ends": 'read -r A <<< "  a b  "; launch "$A"; read -rd "" B <<< "c\\d"; launch "$B"',
     "numbers below zero": "N=-3; M=1+1; E=\nlaunch $(((9-12)/2)) $(((9-12)%2)) $((M*2)) $((E+1))\n[ $N -lt 0 ] && launch yes",
-    "texts and arrays": 'A=(1 2); A+=3; launch "${A[@]}"; A=4; launch "${A[@]}"; B=1; B+=(2); launch "${B[@]}"\nf() { local A=5; launch "${A[@]}"; }; f',
+    "texts and arrays": """A=(1 2); A+=3; launch "${A[@]}"; A=4; launch "${A[@]}"
+B=1; B+=(2); launch "${B[@]}"
+f() { local A=5; launch "${A[@]}"; }; f""",
     "quoted patterns": """P='a*'; M=8b
 case $M in "*b") X=4;; *) X=2;; esac
 case "8*" in 8"*") Y=1;; *) Y=2;; esac
