@@ -12,7 +12,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -24,23 +24,28 @@ from pipeloom.interop.shell_syntax import Token, past, tokens_of
 
 _ASSIGNS = re.compile(r"([A-Za-z_]\w*)(?:\[([^]=]*)\])?(\+?)=")
 _BRACED = re.compile(r"(#?)([A-Za-z_]\w*|\d+|[@*])(?:\[(.*?)\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
 _UNQUOTED = re.compile(r"[^\\$`]*")
 _DECLARES = ("export", "readonly", "declare", "local", "typeset")
 _COMPOUND = {
-    "{": "group", "if": "branches", "case": "case", "while": "loop", "until": "loop", "for": "loop", "select": "loop",
+    "{": "group", "(": "group", "if": "branches", "case": "case",
+    "while": "loop", "until": "loop", "for": "loop", "select": "loop",
 }  # fmt: skip
 """Keyword -> the method that takes over what it begins."""
 _TESTS = ("[", "[[", "test", "((")
 _SHELLS = ("sbatch", "bash", "sh", "zsh")
 _PASS_ON = ("srun", ".", "source", *_SHELLS)  # what runs a script that is named behind it
 _ELSEWHERE = ("ssh", "pdsh", "tmux", "screen", "su")  # what runs the text in its last word
-_READERS = {"read": -1, "mapfile": -1, "readarray": -1, "getopts": 2, "let": 1}
-"""Command that sets variables -> the first of its words that names one; -1: the last alone."""
-_SILENT = (*_TESTS, *_DECLARES, *_READERS, "echo", "printf", "set", "shift", "unset", "trap", "chmod", "cat", "tee")
+_READERS = ("read", "mapfile", "readarray", "getopts", "let")  # what sets the variables that its words name
+_CHANGES = ("set", "shift", "unset", "exit", "return")
+_SILENT = (*_TESTS, *_DECLARES, *_READERS, *_CHANGES, "echo", "printf", "trap", "chmod", "cat", "tee")
 _ARGUMENTS = ("$@", "${@}", "$*", "${*}")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)")  # another shell may take 010 for octal
 _LONGEST = 4_000_000  # characters: a script of assignments that double a text, or of functions that call each other, ends in time
 _ARITHMETIC: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod, ast.FloorDiv: operator.floordiv,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: lambda left, right: abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1),  # it truncates
+    ast.Mod: lambda left, right: abs(left) % abs(right) * (-1 if left < 0 else 1),
     ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }  # fmt: skip
@@ -59,7 +64,8 @@ def commands_of(text: str) -> list[Command]:
     try:
         script.inside(tokens_of(text), 0, True)
         for name in [each for each in script.functions if each not in script.called]:
-            script.inside(*script.functions[name], None)  # another shell may call it
+            script.exited = False
+            script.inside(*script.functions[name][:2], None)  # another shell may call it
     except RecursionError:
         raise UsageError("the script has too many commands inside each other") from None
     return script.found
@@ -99,6 +105,11 @@ def _either(left: Truth, right: Truth) -> Truth:
     return _negated(_both(_negated(left), _negated(right)))
 
 
+def _matches(text: str, pattern: str) -> Truth:
+    """Return whether a text has a pattern; classes, extended patterns and escapes are not evaluated."""
+    return None if re.search(r"\\|\[\^|\[\[[:.=]|[?*+@!]\(", pattern) else fnmatchcase(text, pattern)
+
+
 @dataclass
 class _Script:
     """Tokens that are being read, the variables so far with what is not known of them, and the commands that were found."""
@@ -107,7 +118,7 @@ class _Script:
     doubts: dict[str, str]
     tokens: Sequence[Token] = ()
     at: int = 0
-    functions: dict[str, tuple[Sequence[Token], int]] = field(default_factory=dict)  # where the body begins
+    functions: dict[str, tuple[Sequence[Token], int, Truth]] = field(default_factory=dict)  # body; is it set?
     files: dict[str, str] = field(default_factory=dict)  # that the script itself writes
     called: set[str] = field(default_factory=set)
     found: list[Command] = field(default_factory=list)
@@ -118,6 +129,10 @@ class _Script:
     nested: int = 0
     tested: bool = False  # whether a test says the status of the last command
     piped: str = ""  # what the part of a pipeline before this one writes
+    forks: bool = False  # whether there is a pipeline, or a command in the background
+    returned: Truth = False  # whether the function has ended
+    exited: bool = False
+    ending: str = ""  # the doubt whether what follows runs
 
     @property
     def here(self) -> str:
@@ -137,17 +152,21 @@ class _Script:
             runs: whether it runs.
         """
         status: Truth = True
-        tested, joint = False, ""
+        tested, joint, state = False, "", None
         while self.at < len(self.tokens):
             if self._passed(";", "&", "\n"):
                 continue
             if self.here in (*ends, ")", ";;", ";&", ";;&"):
                 break
+            state = state if joint else self._state()
             known = True if status is None and not tested and joint == "&&" else status
             result = self._pipeline(_both(runs, {"&&": known, "||": _negated(known)}.get(joint, True)))
             tested = self.tested or (tested and joint != "")
             status = {"&&": _both, "||": _either}.get(joint, lambda _, now: now)(status, result)
             joint = "&&" if self._passed("&&") else "||" if self._passed("||") else ""
+            if state and not joint and self.here == "&":
+                self._leave(state)
+                status = True
         self.tested = tested
         return status
 
@@ -156,59 +175,65 @@ class _Script:
         while self.here in ("!", "time"):
             negated ^= self._passed("!")
             self._passed("time")
-        outer = (dict(self.values), dict(self.doubts)) if self.here in _COMPOUND else (self.values, self.doubts)
+        state = self._state()
         result = self._command(runs)
-        if self.here in ("|", "|&"):
-            result, (self.values, self.doubts) = None, outer
+        if state and self.here in ("|", "|&"):
+            self._leave(state)
+            negated, result = True, None
         while self._passed("|", "|&"):
-            while self._passed("\n"):
-                pass
             with self._subshell():
                 self._command(runs)
         self.piped = ""
+        self.tested |= negated
         return _negated(result) if negated else result
+
+    def _state(self) -> tuple[Any, ...] | None:
+        """Return what a subshell leaves as it is, where there may be one."""
+        if not self.forks:
+            return None
+        return dict(self.values), dict(self.doubts), self.locals, self.returned, self.exited, self.ending
+
+    def _leave(self, state: tuple[Any, ...]) -> None:
+        self.values, self.doubts, self.locals, self.returned, self.exited, self.ending = state
 
     @contextmanager
     def _subshell(self) -> Iterator[None]:
-        outer = self.values, self.doubts, self.locals
+        state = self.values, self.doubts, self.locals, self.returned, self.exited, self.ending
         self.values, self.doubts, self.locals = dict(self.values), dict(self.doubts), {}
         self.spent += len(self.values)
         try:
             yield
         finally:
-            self.values, self.doubts, self.locals = outer
+            self._leave(state)
 
     def _command(self, runs: Truth) -> Truth:
         """Take over one command, and return its status."""
+        while self._passed("\n"):
+            pass
         word, begin, self.tested = self.here, self.at, False
-        if begin == len(self.tokens):
+        if begin >= len(self.tokens):
             return None
-        result: Truth = None
+        runs = _both(runs, _negated(_either(self.returned, self.exited)))
         if self._passed("function") or [each.text for each in self.tokens[begin + 1 : begin + 3]] == ["(", ")"]:
             name, self.at = self.here, self.at + 1
             self.at += 2 * (self.here == "(")
-            while self._passed("\n"):
-                pass
-            self.functions[name] = self.tokens, self.at
+            if runs is not False:
+                self.functions[name] = self.tokens, self.at, runs
             self._command(False)
             return True
-        if word == "(":
-            self.at += 1
-            with self._subshell():
-                result = self.run(runs)
-            self._passed(")")
-        elif word in _COMPOUND:
-            self.at += 1
-            result = getattr(self, f"_{_COMPOUND[word]}")(runs, word)
-        else:
+        if word not in _COMPOUND:
             return self._simple(runs)
+        self.at += 1
+        result: Truth = getattr(self, f"_{_COMPOUND[word]}")(runs, word)
+        self.tested |= _COMPOUND[word] != "group"
         while self.at < len(self.tokens) and self.tokens[self.at].kind not in ("word", "operator"):
             self.at += 1 + (self.tokens[self.at].kind == "redirect")
         return result
 
-    def _group(self, runs: Truth, _: str) -> Truth:
-        result = self.run(runs, "}")
-        self._passed("}")
+    def _group(self, runs: Truth, word: str) -> Truth:
+        with self._subshell() if word == "(" else nullcontext():
+            result = self.run(runs, "}")
+        self._passed("}" if word == "{" else ")")
         return result
 
     def _branches(self, runs: Truth, _: str) -> None:
@@ -223,26 +248,23 @@ class _Script:
             over = _either(over, holds)
             more = self._passed("elif", "else")
         self._passed("fi")
-        self.tested = False
 
     def _loop(self, runs: Truth, word: str) -> None:
         goes: Truth = None
         if word in ("while", "until"):
-            goes = self.run(runs, "do", "done")
-            goes = False if goes is (word == "until") else None
+            goes = False if self.run(runs, "do", "done") is (word == "until") else None
         else:
             self.doubts[self.here] = f"line {self.tokens[self.at - 1].line}: ${self.here} is that of a loop"
             while self.here not in (";", "\n", "do", ""):
                 self.at += 1
-            while self._passed(";", "\n"):
-                pass
+            self.run(False, "do")
         self._passed("do")
         self.run(_both(runs, goes), "done")
         self._passed("done")
-        self.tested = False
 
     def _case(self, runs: Truth, _: str) -> None:
         over: Truth = False
+        falls = False
         self.missing = []
         subject, self.at = self.text(self.here), self.at + 1
         unknown, end = bool(self.missing), len(self.tokens)
@@ -251,12 +273,15 @@ class _Script:
                 continue
             holds: Truth = False
             while self.at < end and not self._passed(")"):
-                same = None if unknown or "$" in self.here else fnmatchcase(subject, self.here.strip("\"'"))
+                self.missing = []
+                pattern = "".join(self.expand(self.here, split=False, pattern=True))
+                same = None if unknown or self.missing else _matches(subject, pattern)
                 holds, self.at = _either(holds, same), self.at + 1
                 self._passed("|")
-            self.run(_both(_both(runs, _negated(over)), holds), "esac")
+            took = _both(runs, None if falls else _both(_negated(over), holds))
+            self.run(took, "esac")
+            falls |= took is not False and self.here in (";&", ";;&")
             over = _either(over, holds)
-        self.tested = False
 
     def _simple(self, runs: Truth) -> Truth:
         raws, outputs, document = list[str](), list[str](), self.piped
@@ -289,30 +314,25 @@ class _Script:
             if words and words[0] in _DECLARES and _ASSIGNS.match(raw):
                 self._assign(raw, runs, local=words[0] not in ("export", "readonly") and "-g" not in words)
             else:
-                words += self.expand(raw, split=words[:1] != ["[["])
+                pattern = words[:1] == ["[["] and words[-1] in ("=", "==", "!=")
+                words += self.expand(raw, split=words[:1] != ["[["], pattern=pattern)
         missing = tuple(dict.fromkeys(self.missing))
         self.tested = words[:1] != [] and words[0] in _TESTS
         if self.tested:
             return None if missing else self._test(words)
-        if words:
-            self._obey(words, missing, runs, prefix, document, outputs)
-        return {"true": True, ":": True, "false": False}.get("".join(words[:1]))
+        return self._obey(words, missing, runs, prefix, document, outputs) if words else None
 
     def _obey(
-        self,
-        words: list[str],
-        missing: tuple[str, ...],
-        runs: Truth,
-        prefix: Variables,
-        document: str,
-        outputs: list[str],
-    ) -> None:
-        """Run what a function, another shell or a script of this one has, or take over what a command does; others are found."""
+        self, words: list[str], missing: tuple[str, ...], runs: Truth, prefix: Variables, document: str, outputs: list[str],
+    ) -> Truth:  # fmt: skip
+        """Run what a function, another shell or a script of this one has, or take over what a command does; others are found.
+
+        Returns its status.
+        """
+        status: Truth = {"true": True, ":": True, "false": False}.get(words[0])
         first, shell = PurePosixPath(words[0]).name, next((at for at, word in enumerate(words) if word in _SHELLS), -1)
         script = next((at for at, word in enumerate(words) if word.removeprefix("./") in self.files), -1)
-        option = next(
-            (at for at, word in enumerate(words) if at > shell >= 0 and re.fullmatch(r"-\w*c", word)), len(words)
-        )
+        options = [at for at, word in enumerate(words) if at > shell >= 0 and re.fullmatch(r"-\w*c", word)]
         given, launchers, text = prefix, list[str](), ""
         if words[0] in self.functions:
             self.called.add(words[0])
@@ -321,13 +341,15 @@ class _Script:
             self._restore({name: (value, None) for name, value in given.items()})
             if missing and {*_ARGUMENTS} & {*words}:
                 self.doubts["@"] = missing[0]
-            self.inside(*self.functions[words[0]], runs, (), missing, states)
+            tokens, at, defined = self.functions[words[0]]
+            status = self.inside(tokens, at, _both(runs, defined), (), missing, states)
             self._restore(states)
-        elif first == "eval" or (first in _ELSEWHERE and " " in words[-1]):
-            inner = " ".join(words[1:]) if first == "eval" else words[-1]
-            self.inside(tokens_of(inner), 0, runs, (), missing, self.locals)
-        elif option + 1 < len(words):
-            text, launchers = words[option + 1], words[:shell]
+        elif first == "eval":
+            status = self.inside(tokens_of(" ".join(words[1:])), 0, runs, (), missing, self.locals)
+        elif first in _ELSEWHERE and " " in words[-1]:
+            text = words[-1]
+        elif options and options[0] + 1 < len(words):
+            text, launchers = words[options[0] + 1], words[:shell]
         elif script >= 0 and (script == 0 or {*words[:script]} & {*_PASS_ON}):
             text, launchers = self.files[words[script].removeprefix("./")], words[:script] if first == "srun" else []
             given = prefix | {"@": _numbered(words[script + 1 :])}
@@ -337,52 +359,78 @@ class _Script:
             self.piped = document
             targets = [name for raw in outputs for name in self.expand(raw)] + words[1:] * (first == "tee")
             self.files |= dict.fromkeys((name.removeprefix("./") for name in targets), document) if document else {}
-        elif first in ("local", "unset"):
-            self._forget(words, runs)
-        elif first == "shift" and isinstance(items := self.values.get("@"), dict):
-            number = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
-            self.values["@"] = _numbered(list(items.values())[number:])
-        elif first == "set" and "--" in words:
-            doubt = missing[0] if missing else self.doubts.get("@") if {*_ARGUMENTS} & {*words} else None
-            self._restore({"@": (_numbered(words[words.index("--") + 1 :]), doubt)})
-        elif first in _READERS:
-            self._read(words, document)
         elif first not in _SILENT:
             values = {name: value for name, value in (self.values | prefix).items() if name != "@"}
-            self.found.append(Command(tuple(words), missing, values))
+            doubts = (*missing, self.ending) if self.ending else missing
+            self.found.append(Command(tuple(words), doubts, values))
+        else:
+            self._set(words, missing, runs, document if "IFS" not in self.values | prefix else "")
         if text:
             with self._subshell():
                 self.values |= given | slurm_variables(text, words[1:] if first == "sbatch" else ())
                 self.inside(tokens_of(text), 0, runs, launchers, missing)
+        if first == "exec" and len(words) > 1:
+            self._end(words[:1], runs)
+        return status
+
+    def _set(self, words: Sequence[str], missing: Sequence[str], runs: Truth, document: str) -> None:
+        """Take over a command of the shell itself."""
+        if words[0] in ("local", "unset"):
+            self._forget(words, runs)
+        elif words[0] == "shift" and isinstance(items := self.values.get("@"), dict):
+            number = int(words[1]) if len(words) > 1 and words[1].isdigit() else 1
+            self.values["@"] = _numbered(list(items.values())[number:])
+        elif words[0] == "set" and "--" in words:
+            doubt = missing[0] if missing else self.doubts.get("@") if {*_ARGUMENTS} & {*words} else None
+            self._restore({"@": (_numbered(words[words.index("--") + 1 :]), doubt)})
+        elif words[0] in _READERS:
+            self._read(words, document if runs else "")
+        elif words[0] in ("exit", "return"):
+            self._end(words, runs)
+
+    def _end(self, words: Sequence[str], runs: Truth) -> None:
+        """Take over `return`, and `exit`: one that tells of a failure is a doubt, since a script is read for what it starts."""
+        fails = re.fullmatch("0*[1-9][0-9]*", "".join(words[1:2])) is not None
+        if words[0] == "return":
+            self.returned = _either(self.returned, runs if self.nested > 1 else None)
+        elif runs and not fails:
+            self.exited = True
+        elif runs or not fails:
+            self.ending = f"line {self.line}: the script may end here, by `{' '.join(words)}`"
 
     def inside(
         self, tokens: Sequence[Token], at: int, runs: Truth, launchers: Sequence[str] = (), missing: Sequence[str] = (),
         states: _States | None = None,
-    ) -> None:  # fmt: skip
-        """Run the command at a token, or another script, at this place."""
+    ) -> Truth:  # fmt: skip
+        """Run the command at a token, or another script, at this place, and return its status."""
         self.spent += 1000
         if self.nested >= 50 or self.spent > _LONGEST:
-            return
-        begin, outer = len(self.found), (self.tokens, self.at, self.locals, self.piped)
+            return None
+        begin, outer = len(self.found), (self.tokens, self.at, self.locals, self.piped, self.returned)
         self.tokens, self.at, self.locals, self.piped = tokens, at, {} if states is None else states, ""
+        self.returned = False
         self.nested += 1
-        if at:
-            self._command(runs)
+        status = self._command(runs) if at else None
+        self.forks |= not at and any(kind == "operator" and text in ("|", "|&", "&") for text, kind, _ in tokens)
         while not at and self.at < len(tokens):
-            self.run(runs)
+            status = self.run(runs)
             self.at += 1
         self.nested -= 1
-        self.tokens, self.at, self.locals, self.piped = outer
+        if self.returned is not False:
+            status, self.tested = None, True
+        self.tokens, self.at, self.locals, self.piped, self.returned = outer
         for place, each in enumerate(self.found[begin:], begin):
             doubts = tuple(dict.fromkeys((*missing, *each.unresolved)))
             self.found[place] = replace(each, words=(*launchers, *each.words), unresolved=doubts)
+        return status
 
     def _read(self, words: Sequence[str], document: str) -> None:
-        """Take over a command that sets variables: `read` of a document, others as what only a run would tell."""
-        names = [word.partition("=")[0] for word in words[_READERS[words[0]] :] if re.match(r"[A-Za-z_]\w*", word)]
-        for name in names:
-            known = words[0] == "read" and document != ""
-            value = document.strip() if known else self.values.get(name)
+        """Take over a command that sets variables: a plain `read` of a text, others as what only a run would tell."""
+        flags, text = " ".join(words[1:-1]), document.strip(" \t\n")
+        known = words[0] == "read" and document != "" and re.fullmatch("(-r ?)?(-r?d )?", flags) is not None
+        known = known and ("d" in flags or "\n" not in text) and ("r" in flags or "\\" not in text)
+        for name in [match[0] for word in words[1:] if (match := _NAME.match(word))]:
+            value = text if known else self.values.get(name)
             self._restore({name: (value, None if known else f"line {self.line}: {name} is set by `{words[0]}`")})
 
     def _forget(self, words: Sequence[str], runs: Truth) -> None:
@@ -421,9 +469,9 @@ class _Script:
             result = operands[0] not in (("0",) if words[0] == "((" else ("",))
         elif len(operands) == 3 and operands[1] in ("=", "==", "!="):
             left, sign, right = operands
-            same = fnmatchcase(left, right) if words[0] == "[[" else left == right
-            result = same != (sign == "!=")
-        elif len(operands) == 3 and operands[1] in _COMPARED and operands[0].isdigit() and operands[2].isdigit():
+            same = _matches(left, right) if words[0] == "[[" else left == right
+            result = _negated(same) if sign == "!=" else same
+        elif len(operands) == 3 and operands[1] in _COMPARED and all(map(_NUMBER.fullmatch, operands[::2])):
             result = bool(_ARITHMETIC[_COMPARED[operands[1]]](int(operands[0]), int(operands[2])))
         return _negated(result) if negative else result
 
@@ -437,16 +485,16 @@ class _Script:
         if key is not None:
             value, adds = {self.text(key): value}, True
         missing, self.missing = self.missing, before
-        if runs is False:
-            return bool(missing)
         if local and name not in self.locals:
             self.locals |= self._states([name])
         earlier = self.values.get(name)
+        if isinstance(earlier, str) and isinstance(value, dict):
+            earlier = {"0": earlier}
+        if isinstance(earlier, dict) and isinstance(value, str) and not local:
+            value, key, adds = {"0": (earlier.get("0", "") if adds else "") + value}, "0", True
         if adds and isinstance(earlier, dict):
-            added = value if isinstance(value, dict) else {"0": value}
-            value = earlier | (
-                added if key else {str(len(earlier) + at): item for at, item in enumerate(added.values())}
-            )
+            items = value if key else {str(at): item for at, item in enumerate(value.values(), len(earlier))}
+            value = earlier | items
         elif adds and isinstance(earlier, str) and isinstance(value, str):
             value = earlier + value
         self.spent += len(value) + sum(map(len, value))
@@ -467,12 +515,18 @@ class _Script:
         """Return what a word becomes where it is not split."""
         return " ".join(self.expand(raw, split=False))
 
-    def expand(self, raw: str, *, split: bool = True) -> list[str]:
-        """Return the words that a word becomes: an array in quotes is one for each element, a text without quotes is split."""
+    def expand(self, raw: str, *, split: bool = True, pattern: bool = False) -> list[str]:
+        """Return the words that a word becomes: an array in quotes is one for each element, a text without quotes is split.
+
+        Args:
+            pattern: whether it is one, in which what is quoted stands for itself.
+        """
         fields, joins, at = list[str](), False, 0
 
-        def add(texts: list[str]) -> None:
+        def add(texts: list[str], quoted: bool = True) -> None:
             nonlocal joins
+            if pattern and quoted:
+                texts = [re.sub(r"[*?\[(]", r"[\g<0>]", text) for text in texts]
             if texts and joins:
                 fields[-1] += texts[0]
             fields.extend(texts[joins:])
@@ -492,10 +546,10 @@ class _Script:
                 items = self._expansion(piece)
                 text = " ".join(items)
                 joins = joins and not (split and text[:1].isspace())
-                add(text.split() if split else [text])
+                add(text.split() if split else [text], quoted=False)
                 joins = joins and not (split and text[-1:].isspace())
             else:
-                add([piece])
+                add([piece], quoted=False)
         return fields
 
     def _pieces(self, text: str) -> Iterator[list[str]]:
@@ -546,13 +600,17 @@ class _Script:
         value = self.values.get(name)
         if name.isdigit():
             value = "".join(known[int(name) - 1 : int(name)]) or (None if "@" in self.doubts else "")
+        if index and isinstance(value, str):
+            value = {"0": value}
         if isinstance(value, dict):
-            if counts:
-                return str(len(value))
             every = index in ("@", "*") or name in "@*"
+            if counts and every:
+                self._note(name)
+                return str(len(value))
             value = " ".join(value.values()) if every else value.get(self.text(index or "0"))
         if default and default[-1] == "+":
-            return self.text(other) if value else ""
+            self._note(name)
+            return "" if value is None or (default[0] == ":" and not value) else self.text(other)
         if value is None or (default and default[0] == ":" and not value):
             if not default or default[-1] == "?":
                 return self._unknown(self.doubts.get(name) or f"${name}, which the script does not set", piece)
@@ -571,10 +629,11 @@ class _Script:
         try:
             inside = self._quoted(text).replace('"', "")
             if "$" not in inside:
-                inside = re.sub(r"\b[A-Za-z_]\w*", lambda name: self._variable(name[0], f"${name[0]}"), inside)
+                inside = _NAME.sub(lambda name: f"({self._variable(name[0], f'${name[0]}') or 0})", inside)
             if "$" in inside:  # the reason is listed
                 return piece
-            inside = inside.replace("/", "//").replace("&&", " and ").replace("||", " or ")
+            inside = inside.replace("#", "$")  # a base, which is not evaluated
+            inside = inside.replace("&&", " and ").replace("||", " or ")
             inside = re.sub(r"^(.*)\?(.*):(.*)$", r"(\2) if (\1) else (\3)", inside.strip())
             return str(_number(ast.parse(inside.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, MemoryError):

@@ -13,19 +13,8 @@ _NAMED = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!_-])")
 _LITERAL = re.compile(r"\$'(?:[^'\\]|\\.)*'?", re.DOTALL)
 _ENDS = " \t\r\n;&|()<>"
 _FUNCTION = re.compile(r"\([ \t]*\)")
-_BEFORE = (
-    "if",
-    "then",
-    "elif",
-    "else",
-    "while",
-    "until",
-    "do",
-    "in",
-    "!",
-    "{",
-    "time",
-)  # keywords that commands follow
+# Keywords that commands follow.
+_BEFORE = ("if", "then", "elif", "else", "while", "until", "do", "in", "!", "{", "time")
 _CLOSES = {"(": ")", "{": "}"}
 
 

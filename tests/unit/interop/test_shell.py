@@ -136,6 +136,40 @@ cat > /dev/null <<-'EOF'
 	launch no 'x
 	EOF
 fi; launch z""",
+    "counts": """A=abc; B=(abc d); E=
+launch ${#A} ${#A[@]} ${#B[@]} ${#B} ${#B[1]} ${#E[*]}
+launch "${A[0]}" ${A[1]:-none} "${E+x}" "${E:+x}\"""",
+    "texts that are read without their ends": 'read -r A <<< "  a b  "; launch "$A"; read -rd "" B <<< "c\\d"; launch "$B"',
+    "numbers below zero": "N=-3; M=1+1; E=\nlaunch $(((9-12)/2)) $(((9-12)%2)) $((M*2)) $((E+1))\n[ $N -lt 0 ] && launch yes",
+    "texts and arrays": """A=(1 2); A+=3; launch "${A[@]}"; A=4; launch "${A[@]}"
+B=1; B+=(2); launch "${B[@]}"
+f() { local A=5; launch "${A[@]}"; }; f""",
+    "quoted patterns": """P='a*'; M=8b
+case $M in "*b") X=4;; *) X=2;; esac
+case "8*" in 8"*") Y=1;; *) Y=2;; esac
+case $M in $P) Z=1;; ${M}|x) Z=2;; esac
+launch $X $Y $Z
+[[ ab == "$P" ]] && launch no; [[ ab == $P ]] && launch yes; [[ ab != 'a'* ]] || launch too
+[[ "a*" == a\\* ]] && launch star; [[ "[x" == "[x" ]] && launch bracket""",
+    "functions that return": """M=8b
+axes() { if [ "$M" = 8b ]; then TP=1; PP=2; return; fi; TP=8; PP=4; launch no; }
+axes; launch $TP $PP
+M=7b; axes_of() { [ "$1" = 7b ] && return 0; TP=5; }; axes_of $M; axes_of 8b; launch $TP""",
+    "scripts that end": """f() { (launch a; exit; launch no); launch b; exit | cat; { exit; } & wait
+ bash -c 'launch c; exec true; launch no'; launch d; }
+f
+if [ 1 = 1 ]; then launch e; exit 0; launch no; X=2; g() { launch no; }; fi
+launch no""",
+    "programs in place of the script": "exec 3>&1\nlaunch a; exec true; launch no",
+    "processes in the background": """A=1; f() { A=3; }
+{ A=2; } & A=4 & f & true && A=5 &
+wait; launch $A; f | cat; A=6 | cat; launch $A
+read A <<< 7 | cat; launch $A; f; launch $A""",
+    "statuses of functions": """A=1
+f() { true; false; }; g() { [ "$1" = x ]; }
+f && A=2; f || B=3; g x && C=4; g y && A=5; if g y; then A=6; fi
+launch $A $B $C""",
+    "functions under conditions": "if [ 1 = 1 ]; then f() { launch a; }; else f() { launch no; }; fi; f",
     "windows line ends": "X=1\r\nlaunch $X \\\r\n  y\r\n",
 }
 
@@ -191,6 +225,32 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
         ("A=$1\n[ $A = 2 ] && P=4\nlaunch $P", "4", "line 2: P is set under a condition"),
         ("N=$(nproc) || N=8\nlaunch $N", "$(nproc)", "line 1: N is set under a condition"),
+        ("IFS=',' read -ra X <<< 0,1\nlaunch ${#X[@]}", "${#X[@]}", "line 1: X is set by `read`"),
+        ("IFS=',' read -ra X <<< 0,1\nlaunch ${X[1]}", "${X[1]}", "line 1: X is set by `read`"),
+        ("IFS=,\nread X <<< ,a,\nlaunch $X", "$X", "line 2: X is set by `read`"),
+        ('read A B <<< "1 2"\nlaunch $A', "$A", "line 1: A is set by `read`"),
+        ('read A B <<< "1 2"\nlaunch $B', "$B", "line 1: B is set by `read`"),
+        ("read A <<E\n1\n2\nE\nlaunch $A", "$A", "line 1: A is set by `read`"),
+        ("read A <<< 'a\\\\b'\nlaunch $A", "$A", "line 1: A is set by `read`"),
+        ("[ $U = 1 ] && read A <<< 1\nlaunch $A", "$A", "line 1: A is set by `read`"),
+        ("A=(1 2)\n[ $U = 1 ] && A+=(3)\nlaunch ${#A[@]}", "3", "line 2: A is set under a condition"),
+        ("A=1\n[ $U = 1 ] && A=\nlaunch ${A:+4}", "4", "line 2: A is set under a condition"),
+        ("f() { [ $U = 1 ] && return; T=8; }\nT=1; f\nlaunch $T", "1", "line 1: T is set under a condition"),
+        ("return\nT=8\nlaunch $T", "8", "line 2: T is set under a condition"),
+        ("[ $U = 1 ] && exit\nlaunch 1", "1", "line 1: the script may end here, by `exit`"),
+        ("[ $# = 0 ] && exit 2\nlaunch 1", "1", "line 1: the script may end here, by `exit 2`"),
+        ("[ $U = 1 ] && exec true\nlaunch 1", "1", "line 1: the script may end here, by `exec`"),
+        ("f() { true; return 1; }\nf && A=2\nlaunch $A", "2", "line 2: A is set under a condition"),
+        ("if true; then false; fi && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
+        ("true | false && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
+        ("! launcher && A=2\nlaunch $A", "2", "line 1: A is set under a condition"),
+        ("case a in a) A=1;& b) A=2;; esac\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("case a in a) A=1;;& *) A=2;; esac\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("case 1 in [[:digit:]]) A=1;; *) A=2; esac\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("[[ a == [^b] ]] && A=1\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("[[ 010 -eq 8 ]] && A=1\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("[ $U = 1 ] && f() { A=1; }\nf\nlaunch $A", "1", "line 1: A is set under a condition"),
+        ("launch $((16#10))", "$((16#10))", "$((16#10))"),
     ],
 )
 def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -> None:
@@ -222,6 +282,9 @@ def test_what_only_a_run_tells_is_named(script: str, word: str, sentence: str) -
         "f()",
         "(" * 5 + ")" * 9,
         "for",
+        "cat a; time",
+        "!",
+        "true |",
         "X=$X$X\n" * 90,
         "(",
     ],
@@ -275,8 +338,17 @@ def test_launchers_say_how_many_processes_there_are(script: str, processes: int)
     assert commands_of(script)[-1].processes == processes
 
 
+def test_a_check_that_ends_the_script_with_a_failure_is_no_doubt() -> None:
+    assert commands_of("cd x || exit 1\nA=2\nlaunch $A")[-1].unresolved == ()
+
+
+def test_a_function_that_another_shell_may_call_is_read_behind_the_end_of_the_script() -> None:
+    assert [each.words for each in commands_of("f() { launch a; }; exit")] == [("launch", "a")]
+
+
 def test_what_is_set_again_is_known() -> None:
     assert commands_of("A=$1\nA=2\nlaunch $A")[-1].unresolved == ()
+    assert commands_of("A=0\ncase b in $U) ;; a) A=2;; esac\nlaunch $A")[-1].unresolved == ()
 
 
 def test_variables_before_a_command_are_among_its_values() -> None:
