@@ -182,7 +182,8 @@ def test_pairs_hide_the_exchange_and_hold_more_where_more_are_under_way(name):
     assert paired.step.compute == pytest.approx(plain.step.compute, rel=0.01)
     assert paired.step.exchange < 0.5 * plain.step.exchange
     held, of_plain = (sum(rank.activations for rank in each.ranks) for each in (paired, plain))
-    assert held == of_plain if name == "interleaved-overlap" else held > of_plain  # a pair frees what it makes
+    more = held / of_plain - 1  # a pair frees what it makes
+    assert more == pytest.approx(0, abs=1e-3) if name == "interleaved-overlap" else more > 0.01
     assert not any("OVERLAP" in rank.peak_action for rank in paired.ranks)
 
 
