@@ -166,6 +166,13 @@ def test_no_step_is_shorter_than_the_bound_of_its_pairs(experts, link):
     assert 0.75 < max(shares) <= 1
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, replace(LAYOUT, dp=64, pp=1)])
+def test_estimates_hide_only_what_chunks_leave_of_an_exchange(layout):
+    paired = replace(layout, schedule="1f1b-overlap", ep_chunks=4)
+    of = Planner(load_model("qwen3-30b-a3b"), H100.with_links(2), RUNTIMES["pipeloom"])
+    assert estimate(of, paired).seconds == pytest.approx(of.predict(paired).step.total, rel=0.005)
+
+
 def test_the_search_plans_chunks_where_they_are_fixed():
     request = PlanRequest(64, H100.memory, 96, 4096, ("1f1b",), recompute=("none",), fixed={"pp": 4, "ep": 16})
     plain, chunks = (
