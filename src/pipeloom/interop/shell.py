@@ -33,6 +33,7 @@ _COMPOUND = {
 }  # fmt: skip
 """Keyword -> the method that takes over what it begins."""
 _TESTS = ("[", "[[", "test", "((")
+_ASKS = (*_TESTS, "grep", "command", "which", "type", "hash", "pgrep", "diff", "cmp")  # commands that are run for their status
 _SHELLS = ("sbatch", "bash", "sh", "zsh")
 _PASS_ON = ("srun", ".", "source", *_SHELLS)  # what runs a script that is named behind it
 _ELSEWHERE = ("ssh", "pdsh", "tmux", "screen", "su")  # what runs the text in its last word
@@ -317,8 +318,8 @@ class _Script:
                 pattern = words[:1] == ["[["] and words[-1] in ("=", "==", "!=")
                 words += self.expand(raw, split=words[:1] != ["[["], pattern=pattern)
         missing = tuple(dict.fromkeys(self.missing))
-        self.tested = words[:1] != [] and words[0] in _TESTS
-        if self.tested:
+        self.tested = words[:1] != [] and words[0] in _ASKS
+        if self.tested and words[0] in _TESTS:
             return None if missing else self._test(words)
         return self._obey(words, missing, runs, prefix, document, outputs) if words else None
 

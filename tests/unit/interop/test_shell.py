@@ -223,6 +223,7 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
         ("launch $@", "$@", "the arguments of the script, $@"),
         ("case $1 in 7) L=32;; *) L=40;; esac\nlaunch $L", "32", "line 1: L is set under a condition"),
         ('if [ -n "$A" ]; then P=4; fi\nlaunch $P', "4", "line 1: P is set under a condition"),
+        ("grep -q h100 /etc/nodes && P=4\nlaunch $P", "4", "line 1: P is set under a condition"),
         ("A=$1\n[ $A = 2 ] && P=4\nlaunch $P", "4", "line 2: P is set under a condition"),
         ("N=$(nproc) || N=8\nlaunch $N", "$(nproc)", "line 1: N is set under a condition"),
         ("IFS=',' read -ra X <<< 0,1\nlaunch ${#X[@]}", "${#X[@]}", "line 1: X is set by `read`"),
