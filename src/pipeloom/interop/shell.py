@@ -33,7 +33,8 @@ _COMPOUND = {
 }  # fmt: skip
 """Keyword -> the method that takes over what it begins."""
 _TESTS = ("[", "[[", "test", "((")
-_ASKS = (*_TESTS, "grep", "command", "which", "type", "hash", "pgrep", "diff", "cmp")  # commands that are run for their status
+# Commands that are run for their status.
+_ASKS = (*_TESTS, "grep", "command", "which", "type", "hash", "pgrep", "diff", "cmp")
 _SHELLS = ("sbatch", "bash", "sh", "zsh")
 _PASS_ON = ("srun", ".", "source", *_SHELLS)  # what runs a script that is named behind it
 _ELSEWHERE = ("ssh", "pdsh", "tmux", "screen", "su")  # what runs the text in its last word
