@@ -73,7 +73,7 @@ class Use:
         if target:
             (self.folder / target).write_text(ended.stdout, "utf-8")
         lines = ended.stderr.splitlines() + ended.stdout.splitlines() * (not target and not wide)
-        wider = [line for line in lines if len(line) > COLUMNS]
+        wider = [line for line in lines if len(line.replace(str(self.folder), ".")) > COLUMNS]  # a path is not broken
         assert not wider, "\n".join([shlex.join(words), *wider])
         return ended.stdout
 

@@ -220,6 +220,7 @@ def assemble(
             "shared": shared.keys(min(communications)),
             "segmented": [number for number, each in built.items() if each.segmented],
             "keywords": KnownKeywords.of(built.values()).facts(),
+            "names": _nested_names(modules, owners),
         }
     )
     if failure is not None:
@@ -338,8 +339,23 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
         if rank_facts["failure"] is not None:
             raise DistributedError(f"rank {other} of the pipeline could not build its layers: {rank_facts['failure']}")
     problems = dict.fromkeys(problem for rank_facts in facts for problem in rank_facts["problems"])
+    layers: dict[str, str] = {}
+    for layer, name in [pair for rank_facts in facts for pair in rank_facts["names"]]:
+        if (first := layers.setdefault(name, layer)) != layer:
+            problems[f"{name} is in layer {first!r} and in layer {layer!r}: give one of them another name"] = None
     if problems:
         raise ConfigError(list(problems))
+
+
+def _nested_names(modules: Mapping[str, nn.Module], owners: Collection[str]) -> list[tuple[str, str]]:
+    """Return (layer, global name) of the parameters and buffers here of layers whose name begins that of another, or with one."""
+    nested = {name for a in owners for b in owners if b.startswith(f"{a}.") for name in (a, b)}
+    return [
+        (layer, f"{layer}.{name}")
+        for layer, module in modules.items()
+        if layer in nested
+        for name, _ in (*module.named_parameters(), *module.named_buffers())
+    ]
 
 
 def _unusable(
@@ -350,10 +366,7 @@ def _unusable(
 ) -> Iterator[str]:
     """Yield a sentence for each parameter or buffer here that a pipeline cannot train, sum or save."""
     for layer, module in modules.items():
-        inner = [other for other in owners if other.startswith(f"{layer}.")]
         for name, value in (*module.named_parameters(), *module.named_buffers()):
-            if other := next((other for other in inner if f"{layer}.{name}".startswith(f"{other}.")), None):
-                yield f"{layer}.{name} of layer {layer!r} has a name of layer {other!r}: give one of them another name"
             if is_lazy(value):
                 yield (
                     f"layer {layer!r} has a lazy module: {name!r} has no shape yet; build it with its sizes, or call the layer "

@@ -216,7 +216,11 @@ def test_a_loss_has_no_parameters_and_gradients_stay_as_they_were() -> None:
     assert all(p.grad is gradient for p, gradient in zip(layers[1].parameters(), before, strict=True))
 
 
-def test_a_layer_is_not_called_as_a_part_of_another_is() -> None:
+def test_parameters_of_two_layers_have_two_names() -> None:
     layers = [Layer("a", lambda: nn.Sequential(nn.Linear(3, 3))), Layer("a.0", lambda: nn.Linear(3, 3))]
-    with pytest.raises(ConfigError, match=r"a\.0\.weight of layer 'a' has a name of layer 'a\.0'"):
+    with pytest.raises(
+        ConfigError, match=r"a\.0\.weight is in layer 'a' and in layer 'a\.0': give one of them another name"
+    ):
         LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse)
+    layers[1] = Layer("a.1", layers[1].build)
+    LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse)
