@@ -200,7 +200,7 @@ def whole_numbers(name: str, values: Iterable[Any], least: int) -> list[int]:
 
 
 def require_positive(name: str, value: object, most: float = math.inf) -> None:
-    """Raise an error for a value of the argument `name` that is not a number above 0, or that is above `most`."""
+    """Raise ArgumentError for a value of the argument `name` that is not a number above 0, or that is above `most`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ArgumentError(name, f" is {echo(value)}; it must be a number above 0")
     require_at_most(name, value, most)

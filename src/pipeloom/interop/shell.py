@@ -560,7 +560,8 @@ class _Script:
         while at < len(text):
             begin = at
             quotes = text.startswith(("$'", '$"'), at)  # which are no quotes inside others
-            at = past(text, at) if text[at] in "\\$`" and not quotes else _UNQUOTED.match(text, at + 1).end()  # type: ignore[union-attr]
+            plain = _UNQUOTED.match(text, at + 1) if quotes or text[at] not in "\\$`" else None
+            at = past(text, at) if plain is None else plain.end()
             piece = text[begin:at]
             if piece[0] == "\\":
                 yield ["" if piece == "\\\n" else piece[1:] if piece[1:] in ('"', "$", "\\", "`") else piece]

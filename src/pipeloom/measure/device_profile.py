@@ -15,14 +15,14 @@ from pipeloom.measure.layer_bytes import layer_bytes
 from pipeloom.measure.layer_times import LayerTimes, SegmentTimes, layer_times, segment_times
 from pipeloom.measure.link_times import LinkTimes, copy_times, link_times
 from pipeloom.parallel.mesh import Mesh
-from pipeloom.plan.memory import end_sums, standing_bytes, widening
+from pipeloom.plan.memory import bytes_with
 from pipeloom.plan.run import boundary_bytes, layout_messages, layout_of, runtime_of, with_messages
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.timeline import MESSAGES
 from pipeloom.schedule.transforms import half_split, recompute
 from pipeloom.shapes.cut import spans
 from pipeloom.shapes.layers import whole_layers
-from pipeloom.shapes.stage_bytes import LayerBytes, stage_bytes
+from pipeloom.shapes.stage_bytes import LayerBytes
 
 KINDS = {"forward": "F", "input_grad": "I", "weight_grad": "W", "backward": "B", "recompute": "R"}
 """Time in `Costs` -> the action that takes it."""
@@ -82,12 +82,10 @@ def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
     of_stage, largest = spans(layout.schedule, layout.stage_layers), max(layout.microbatch_sizes)
     whole = whole_layers(layout.config.model.shape(), 1)
     groups = [whole[start:end] for start, end in of_stage]
-    trained = [sum(layer.trained for layer in layers[start:end]) for start, end in of_stage if layout.config.lora.r]
-    schedule, runtime, planned = layout.schedule, runtime_of(layout.config, None), layout_of(layout)
-    sizes = standing_bytes(schedule, planned, groups, runtime, trained)
-    sizes |= stage_bytes(schedule, [layers[start:end] for start, end in of_stage], widening(planned, runtime))
-    if not trained:  # adapters' gradients are small
-        sizes |= {"end_sums": end_sums(schedule, groups, runtime)}
+    measured = [layers[start:end] for start, end in of_stage]
+    trained = [sum(layer.trained for layer in stage) for stage in measured if layout.config.lora.r]
+    runtime = runtime_of(layout.config, None)
+    sizes = bytes_with(measured, layout.schedule, layout_of(layout), groups, runtime, trained)
     factors = tuple(size / largest for size in layout.microbatch_sizes)
     costs = Costs(microbatch=factors, bytes=sizes)
     return costs if layout.cuts is None else layout.cuts.costs(costs)

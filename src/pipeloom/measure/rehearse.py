@@ -327,6 +327,7 @@ class Rehearsal:
         """Return the layers of each stage position, of all as many, as `Pipeline` takes them on this rank."""
         stages = {self.schedule.position_of[stage]: stage for stage in reversed(self.schedule.stages_of[rank])}
         segments = self._segments()
+        count = len(segments[0])
         even = self.schedule.slices == 1 and not self.costs.microbatch
         names, again = sorted(self.schedule._recomputed_parts), StageCosts(self.costs, self.schedule.stages)
         factors = () if even else self.costs.time_factors(self.schedule)
@@ -342,7 +343,6 @@ class Rehearsal:
             named = {name: each * again.time_of(f"recompute:{name}")[stage] for name in names}
             return EmulatedLayer(clock, slowed, factors, saves=saves, parts=named)
 
-        count = len(segments[0])
         return [
             Layer(f"stage.{position}.{at}", partial(build, position, at))
             for position in range(self.schedule.positions)

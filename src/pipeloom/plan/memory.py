@@ -165,15 +165,26 @@ def run_bytes(
             for whole, piece in zip(each, timed, strict=True)
         ]
     groups = [layers[slice(*span)] for span in of_stage]
-    moving = stage_bytes(schedule, [each[slice(*span)] for span in of_stage], widening(layout, runtime))
-    return (
-        standing_bytes(schedule, layout, groups, runtime) | moving | {"end_sums": end_sums(schedule, groups, runtime)}
-    )
+    return bytes_with([each[slice(*span)] for span in of_stage], schedule, layout, groups, runtime)
 
 
-def widening(layout: PlannedLayout, runtime: Runtime) -> float:
-    """Return the bytes of an element of summed gradients over those of an element of a layer's tensors."""
-    return max(GRAD_BYTES[layout.grads], runtime.element) / runtime.element
+def bytes_with(
+    sizes: Sequence[Sequence[LayerBytes]],
+    schedule: Schedule,
+    layout: PlannedLayout,
+    groups: Sequence[Sequence[LayerOps]],
+    runtime: Runtime,
+    adapters: Sequence[float] = (),
+) -> dict[str, tuple[float, ...]]:
+    """Return `Costs.bytes` of the stages of our trainer.
+
+    Args:
+        sizes: stage -> the bytes of its layers, of their operations or measured.
+        groups, adapters: as of `standing_bytes`; sums of adapters' gradients are small, and left out.
+    """
+    widening = max(GRAD_BYTES[layout.grads], runtime.element) / runtime.element  # of summed gradients
+    amounts = standing_bytes(schedule, layout, groups, runtime, adapters) | stage_bytes(schedule, sizes, widening)
+    return amounts if adapters else amounts | {"end_sums": end_sums(schedule, groups, runtime)}
 
 
 def end_sums(schedule: Schedule, groups: Sequence[Sequence[LayerOps]], runtime: Runtime) -> tuple[float, ...]:

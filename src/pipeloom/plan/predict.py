@@ -218,7 +218,7 @@ class Planner:
         family, layers, links, stages, placed = self._parts(layout)
         schedule = searched or family
         of_stage = spans(schedule, stages)
-        seconds, in_seconds = self._stages(layout, schedule, layers, links, of_stage)
+        seconds, in_seconds = self._stages(layout, schedule, links, of_stage)
         makespan, busy, timeline = _pipeline(layout, in_seconds, searched, placed)
         state = self.state_in_step(timeline, [layers[slice(*each)] for each in of_stage], layout, links)
         host = self.device.host if self.measured_layers is None else 0.0
@@ -229,6 +229,9 @@ class Planner:
         if self.runtime.name == "pipeloom":
             few = searched or built(shortened(layout, MEMORY_ROUNDS), placed)
             timeline = self._trained(layout, few, stages, timeline)
+        else:
+            sizes = planned_bytes(layers, of_stage, layout, schedule, self.runtime)
+            timeline = replace(timeline, costs=replace(timeline.costs, bytes=sizes))
         return LayoutCosts(
             *(layout, stages, tuple(ranks_of(timeline, self.runtime)), step, tokens),
             *(self.shape.num_nextn_predict_layers, nodes, searched, placed),
@@ -269,11 +272,10 @@ class Planner:
         self,
         layout: PlannedLayout,
         schedule: Schedule,
-        layers: list[LayerOps],
         links: AxisRates,
         of_stage: Sequence[tuple[int, int]],
     ) -> tuple[list[StageSeconds], Costs]:
-        """Return the stages' times, and `Costs` in seconds and bytes."""
+        """Return the stages' times, and `Costs` in seconds."""
         timed = _first_recomputed(self.timed_layers, layout, of_stage)
         if self.factors:
             each = self.layer_seconds(timed, layout, links)
@@ -281,8 +283,7 @@ class Planner:
         else:
             times = {span: self.stage_seconds(timed[slice(*span)], layout, links) for span in set(of_stage)}
             seconds = [times[span] for span in of_stage]
-        sizes = planned_bytes(layers, of_stage, layout, schedule, self.runtime)
-        return seconds, replace(self.costs(seconds, layout, links, schedule), bytes=sizes)
+        return seconds, self.costs(seconds, layout, links, schedule)
 
     def _parts(
         self, layout: PlannedLayout
@@ -336,7 +337,9 @@ class Planner:
         "params", "grads", "optimizer", "gathered" and "buffers" stand for the whole step.
         """
         schedule, layers, links, stages, _ = self._parts(layout)
-        return self._stages(layout, schedule, layers, links, spans(schedule, stages))[1]
+        of_stage = spans(schedule, stages)
+        _, in_seconds = self._stages(layout, schedule, links, of_stage)
+        return replace(in_seconds, bytes=planned_bytes(layers, of_stage, layout, schedule, self.runtime))
 
     def measured(self, prediction: LayoutCosts, microbatches: int, seconds: float) -> LayoutCosts:
         """The prediction with the pipeline's times scaled so that the layout with `microbatches` takes the measured `seconds`.

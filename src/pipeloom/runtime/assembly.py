@@ -349,7 +349,8 @@ def _refuse(facts: Sequence[Mapping[str, Any]]) -> None:
 
 def _nested_names(modules: Mapping[str, nn.Module], owners: Collection[str]) -> list[tuple[str, str]]:
     """Return (layer, global name) of the parameters and buffers here of layers whose name begins that of another, or with one."""
-    nested = {name for a in owners for b in owners if b.startswith(f"{a}.") for name in (a, b)}
+    dots = [(name, name[:at]) for name in owners for at, letter in enumerate(name) if letter == "."]
+    nested = {name for pair in dots if pair[1] in owners for name in pair}
     return [
         (layer, f"{layer}.{name}")
         for layer, module in modules.items()

@@ -167,11 +167,13 @@ def verify(
                     report.steps += 1
                 sides.compare_evaluation(steps)
                 if changed():
-                    raise VerifyError(
-                        "the loss, or a layer, uses parameters of the modules that were given, not of their copies; the stage "
-                        f"contract (docs/own_model.md, 'parameters'): {_RULES['parameters']}"
-                    )
+                    what = "the loss, or a layer, uses parameters of the modules that were given, not of their copies"
+                    raise _breach(what, "parameters")
     return report
+
+
+def _breach(what: str, rule: Rule) -> VerifyError:
+    return VerifyError(f"{what}; the stage contract (docs/own_model.md, {rule!r}): {_RULES[rule]}")
 
 
 @contextlib.contextmanager
@@ -455,10 +457,7 @@ class _Sides:
         recomputed = "" if not self.recomputes else ", with every layer recomputed"
         rule = "recomputation" if self.recomputes else rule
         name = self.pipeline.schedule.name or "the schedule"
-        raise VerifyError(
-            f"step {self._step} under {name}{recomputed}: {what} differs from one process {how}; the stage contract "
-            f"(docs/own_model.md, {rule!r}): {_RULES[rule]}"
-        )
+        raise _breach(f"step {self._step} under {name}{recomputed}: {what} differs from one process {how}", rule)
 
     def _place(self, name: str) -> str:
         layer = layer_of(name, self.modules)

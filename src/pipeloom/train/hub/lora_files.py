@@ -148,22 +148,18 @@ def require_checkpoints(config: Config) -> None:
     start = find_start(config, digests(config, ""), None).path if section.dir or named else None
     if start is not None:
         paths.append(start)
+    ours = not config.model.source and not any(getattr(config.model, key) for key in CLASS_KEYS)
+    parts = layers(config.model.shape(), 0, device="meta") if paths and ours else ()
+    states = {each.name: each.build().state_dict() for each in parts}
+    shapes = {f"{layer}.{name}": tuple(value.shape) for layer, state in states.items() for name, value in state.items()}
+    # Of adapters and tied weights some names stand for others, or are not stored.
+    stores_all = not (config.lora.r or config.model.tie_word_embeddings)
     for path in paths:
         manifest, problem = verified(path, None, whole=False)
         if manifest is None:
             raise CheckpointError(problem)
-        if not config.model.source and not any(getattr(config.model, key) for key in CLASS_KEYS):
-            parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
-            shapes = {
-                f"{layer}.{name}": tuple(t.shape)
-                for layer, part in parts.items()
-                for name, t in part.state_dict().items()
-            }
-            partial_model = (
-                config.lora.r or config.model.tie_word_embeddings
-            )  # some names stand for others, or are not stored
-            known = manifest.names("model") if partial_model else shapes
-            require_shapes(Reader(path, manifest), {name: shapes[name] for name in shapes if name in known})
+        known = shapes if stores_all else manifest.names("model")
+        require_shapes(Reader(path, manifest), {name: shapes[name] for name in shapes if name in known})
 
 
 def require_targets(config: Config) -> None:
