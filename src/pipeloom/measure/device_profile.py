@@ -84,8 +84,7 @@ def _costs(layout: Layout, layers: Sequence[LayerBytes]) -> Costs:
     groups = [whole[start:end] for start, end in of_stage]
     measured = [layers[start:end] for start, end in of_stage]
     trained = [sum(layer.trained for layer in stage) for stage in measured if layout.config.lora.r]
-    runtime = runtime_of(layout.config, None)
-    sizes = bytes_with(measured, layout.schedule, layout_of(layout), groups, runtime, trained)
+    sizes = bytes_with(measured, layout.schedule, layout_of(layout), groups, runtime_of(layout.config, None), trained)
     factors = tuple(size / largest for size in layout.microbatch_sizes)
     costs = Costs(microbatch=factors, bytes=sizes)
     return costs if layout.cuts is None else layout.cuts.costs(costs)
