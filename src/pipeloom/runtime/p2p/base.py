@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -137,8 +138,7 @@ def tensors(values: BoundaryValues) -> list[Tensor]:
 
 
 class BufferPool:
-    """Buffers by dtype and number of dimensions, as large as the largest that was needed. One is returned after its micro-batch's
-    backward.
+    """Buffers by shape and dtype. One is returned after its micro-batch's backward, and grows where another shape needs it.
 
     It is reused only if no other tensor shares its storage: a module that keeps its input keeps it intact.
 
@@ -149,31 +149,49 @@ class BufferPool:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.made = self.nbytes = 0
-        self._free: dict[tuple[torch.dtype, int], list[Tensor]] = defaultdict(list)  # flat ones
+        self._free: dict[tuple[torch.dtype, tuple[int, ...]], list[Tensor]] = defaultdict(list)
 
     def take(self, spec: TensorSpec) -> Tensor:
-        """Return an uninitialized tensor of this shape and dtype: in the smallest free buffer that has room, or in a new one that
-        takes the place of the largest that has not, so that there are never more than are needed at once.
+        """Return an uninitialized tensor of this shape and dtype."""
+        free = self._free[spec.dtype, spec.shape]
+        for at, buffer in enumerate(free):
+            if _holders(buffer) == 1:
+                return free.pop(at)
+        return self._of_other_shape(spec)
+
+    def _of_other_shape(self, spec: TensorSpec) -> Tensor:
+        """Return a tensor in the smallest unused buffer that has room, or in a new one that takes the place of the largest that
+        has not, so that there are never more than are needed at once.
         """
-        free, count = self._free[spec.dtype, len(spec.shape)], math.prod(spec.shape)
-        unused = [at for at, buffer in enumerate(free) if _holders(buffer) == 1]
-        fitting = [at for at in unused if free[at].numel() >= count]
-        if fitting:
-            buffer = free.pop(min(fitting, key=lambda at: free[at].numel()))
+        unused = [
+            (buffer.untyped_storage().nbytes(), free, at)
+            for (dtype, shape), free in self._free.items()
+            if dtype == spec.dtype and len(shape) == len(spec.shape)
+            for at, buffer in enumerate(free)
+            if _holders(buffer) == 1
+        ]
+        size = math.prod(spec.shape) * spec.dtype.itemsize
+        if fitting := [each for each in unused if each[0] >= size]:
+            _, free, at = min(fitting, key=itemgetter(0))
+            storage = free.pop(at).untyped_storage()
+            buffer = torch.empty(0, dtype=spec.dtype, device=self.device)
+            buffer.set_(storage, 0, spec.shape)  # type: ignore[call-overload]  # no view, which would hold another tensor
         else:
             if unused:
-                self.nbytes -= free.pop(max(unused, key=lambda at: free[at].numel())).nbytes
+                replaced, free, at = max(unused, key=itemgetter(0))
+                self.nbytes -= replaced
+                free.pop(at)
             self.made += 1
-            buffer = torch.empty(count, dtype=spec.dtype, device=self.device)
+            buffer = spec.empty(self.device)
             self.nbytes += buffer.nbytes
-        return buffer[:count].view(spec.shape)
+        self._free = defaultdict(list, {key: free for key, free in self._free.items() if free})
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
-        # A new tensor on the whole storage: a queued weight gradient, for instance, may still hold the old tensor object, and
-        # only tensors are counted. No view, which would hold another.
-        whole = torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(buffer.untyped_storage())
-        self._free[buffer.dtype, buffer.ndim].append(whole)
+        # A new tensor on the same storage: a queued weight gradient, for instance, may still hold the old tensor object, and
+        # only tensors are counted.
+        self._free[buffer.dtype, tuple(buffer.shape)].append(buffer.detach())
 
 
 def _holders(buffer: Tensor) -> int:
