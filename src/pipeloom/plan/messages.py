@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
+from typing import Any
 
 from pipeloom.schedule import Schedule
-from pipeloom.schedule.actions import KEPT, PENDING, kind_of, unit_words
+from pipeloom.schedule.actions import KEPT, PENDING
 from pipeloom.schedule.channels import Message, posting_plan, released_sends, traffic
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import unpair
@@ -53,33 +55,36 @@ def message_bytes(
     programs = traffic(schedule)
     # A peer may run the two actions of a pair one after the other.
     apart = traffic(unpair(schedule)) if schedule.has_pairs else programs
+    ended = dict[str, list[str]]()  # by an action of each kind: the messages to its stage that it is the last to use
+    for kind in schedule.kinds:
+        last = KEPT in kind.frees, kind.is_backward and PENDING not in kind.makes
+        ended[kind.letter] = [*compress(("activation", "gradient"), last)]
     rows = []
     for rank, program in enumerate(programs):
         posts = [entry.receives for entry in program] if shared else posting_plan(program, depth, ahead)
         releases = {} if shared else released_sends(apart, rank)
-        held: dict[tuple[str, int, str], list[Message]] = defaultdict(list)
-        open_now, most, sent = Counter[float](), Counter[float](), dict[Message, float]()
-        used, of_entries, sent_by = 0.0, list[float](), list[float]()
+        held = defaultdict[tuple[Any, ...], list[float]](list)  # sizes by kind, consumer and unit
+        open_now, most, sent = defaultdict[float, int](int), defaultdict[float, int](int), dict[Message, float]()
+        used, under_way, of_entries, sent_by = 0.0, 0.0, list[float](), list[float]()
         for entry, posted in zip(program, posts, strict=True):
-            open_now.update(map(size, posted))
-            most |= open_now
+            for each in map(size, posted):
+                open_now[each] += 1
+                most[each] = max(most[each], open_now[each])
             for message in entry.receives:
-                unit = unit_words(message.microbatch, message.slice)
-                held[message.channel.kind, message.consumer, unit].append(message)
-                used += size(message)
+                each = size(message)
+                held[message.channel.kind, message.consumer, message.microbatch, message.slice].append(each)
+                used += each
                 for released in releases.get(message, ()):
-                    sent.pop(released, None)
+                    under_way -= sent.pop(released, 0.0)
             of_entries.append(used)
-            sent_by.append(sum(sent.values()))
+            sent_by.append(under_way if sent else 0.0)
             for action in parts(entry.cell):
-                kind = kind_of(action.kind)
-                unit = unit_words(action.microbatch, action.slice)
-                ended = held.pop(("activation", action.stage, unit), []) if KEPT in kind.frees else []
-                if kind.is_backward and PENDING not in kind.makes:
-                    ended += held.pop(("gradient", action.stage, unit), [])
-                sizes = [size(message) for message in ended]
-                open_now.subtract(sizes)
-                used -= sum(sizes)
-            sent |= {} if shared else {message: size(message) for message in entry.sends}
+                for value in ended[action.kind]:
+                    for each in held.pop((value, *action[1:]), ()):
+                        open_now[each] -= 1
+                        used -= each
+            for message in () if shared else entry.sends:
+                sent[message] = size(message)
+                under_way += sent[message]
         rows.append(MessageBytes(sum(each * count for each, count in most.items()), tuple(of_entries), tuple(sent_by)))
     return rows

@@ -254,8 +254,12 @@ class Planner:
         blocks = [stage for stage, span in enumerate(of_stage) if any(again[slice(*span)])]
         run = recompute_stages(transformed(schedule, of_zero(layout.zero)), blocks)
         sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime)
-        run_costs = replace(planned.costs, bytes=sizes)
-        timeline = replace(planned, costs=run_costs) if run is planned.schedule else simulate(run, run_costs)
+        # what is recomputed is a part of B's seconds
+        run_costs = replace(planned.costs, recompute=0.0, bytes=sizes)
+        if schedule is planned.schedule and layout.zero < 2:  # the same actions, under other letters
+            timeline = replace(planned, schedule=run, costs=run_costs)
+        else:
+            timeline = simulate(run, run_costs)
         tokens = layout.micro_batch * layout.seq // layout.cp // (layout.tp if self.runtime.sequence else 1)
         cuts = self.cuts(layout)
         shares = (1.0,) if cuts is None else cuts.sizes

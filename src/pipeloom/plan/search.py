@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -46,12 +47,13 @@ OFFERED = {
 }
 _SIZES = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "slices", "vocabulary")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
+SPREAD_CLOSE = 1.02  # the same with a spread output layer, whose schedules take long to place
 LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
-SMALLER_ROWS = 8  # most layouts that are predicted because they need less memory than faster ones
+SMALLER_ROWS = 4  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
 STEP_TOKENS = 2**22
@@ -219,7 +221,8 @@ class Space:
         return self.known[layout]
 
     def is_close(self, estimate: Estimate) -> bool:
-        return estimate.memory <= CLOSE * self.request.memory
+        close = SPREAD_CLOSE if estimate.layout.vocabulary == "pp" else CLOSE
+        return estimate.memory <= close * self.request.memory
 
     def least_bytes(self, cut: PlannedLayout) -> float:
         """The bytes of the mean rank with the best ZeRO level, where all is recomputed that may be."""
@@ -446,9 +449,12 @@ def _smaller(space: Space, known: Iterable[LayoutCosts]) -> Iterator[LayoutCosts
     # a spread output layer takes as long as the rest of the search
     cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < SMALLER * least]
     estimates = [each for cut in cuts for each in space.of(cut, {"recompute": space.request.recompute[-1]})]
+    low = defaultdict[Any, float](lambda: 1.0)  # by how much estimates of the same sizes were too low
     for each in sorted(filter(space.is_offered, estimates), key=lambda each: each.seconds):
-        if rows < SMALLER_ROWS and each.memory < SMALLER * least:
+        sizes = tuple(getattr(each.layout, name) for name in _SIZES)
+        if rows < SMALLER_ROWS and low[sizes] * each.memory < SMALLER * least:
             for prediction in _predictions(space.planner, [each]):
+                low[sizes] = max(low[sizes], prediction.peak / each.memory)
                 least, rows = min(least, prediction.peak), rows + 1
                 yield prediction
 
