@@ -292,7 +292,7 @@ def _request(options: PlanFlags, device: Device, shape: DecoderShape) -> PlanReq
 
 def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) -> LayoutCosts:
     # Megatron and torchtitan divide the blocks evenly unless they are told; our trainer balances its stages.
-    cut = "balanced" if options.runtime == "pipeloom" else "even"
+    cut = "" if options.runtime == "pipeloom" else "even"
     layout = parse_layout(text, PlannedLayout(seq=options.seq, capacity=options.capacity, cut=cut))
     _require_limits("--layout", asdict(layout), _limits(options, planner.shape))
     if options.stages is not None:

@@ -190,7 +190,7 @@ def _sharded(config: Config) -> Config:
     if level == 0:
         return config
     shards = any(name.startswith(("shard", "reduce-gradients")) for name in transforms)
-    more = () if shards else of_zero(level, config.parallel.unshard_slots)
+    more = () if shards else of_zero(level, config.parallel.unshard_slots, config.parallel.vocabulary == "pp")
     optimizer = config.optimizer.model_copy(update={"zero1": True})
     schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
     return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})

@@ -39,7 +39,7 @@ class PlannedLayout:
         recompute: "none", "full", or parts of a block joined by "+".
         schedule: name of a family.
         capacity: capacity factor of the experts; 0: rows as routed, evenly.
-        cut: "balanced": the heaviest stage is as light as possible; "even": as many blocks on each stage.
+        cut: "balanced" or "": the heaviest stage is as light as possible; "even": as many blocks on each stage.
         slices: of each sequence along its tokens, cut so that they take the same time.
         vocabulary: "last": the embedding and the output layer are on the first and the last stage; "pp": each pipeline rank has a
             share of them.
@@ -65,7 +65,7 @@ class PlannedLayout:
     schedule: str = "1f1b"
     capacity: float = 0.0
     etp: int = 0
-    cut: str = "balanced"
+    cut: str = ""
     slices: int = 1
     vocabulary: str = "last"
     grads: str = "fp32"

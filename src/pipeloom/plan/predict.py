@@ -252,7 +252,7 @@ class Planner:
             numbers = range(sum(stages) - 2)
         again = [at - 1 in numbers for at in range(len(layers))]
         blocks = [stage for stage, span in enumerate(of_stage) if any(again[slice(*span)])]
-        run = recompute_stages(transformed(schedule, of_zero(layout.zero)), blocks)
+        run = recompute_stages(transformed(schedule, of_zero(layout.zero, spread=layout.vocabulary == "pp")), blocks)
         sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime)
         # what is recomputed is a part of B's seconds
         run_costs = replace(planned.costs, recompute=0.0, bytes=sizes)
@@ -424,6 +424,7 @@ def _balanced(costs: tuple[int, ...], stages: int) -> tuple[int, ...]:
 
 SHORT_ROUNDS = 8  # of micro-batches, from which a longer step is extrapolated: in each round every rank gets one
 SHORT_STEP = 2048  # forwards, with which a step is simulated within milliseconds, unless its output layer is spread
+SPREAD_ROUNDS = 64  # times ranks, in which a spread output layer is placed, by rules that few ranks choose late
 MEMORY_ROUNDS = 4  # with which a step has the peaks of a longer one
 _STEADY_ROUNDS = 5  # before the last one, which the steady state is measured in
 
@@ -437,7 +438,9 @@ def shortened(layout: PlannedLayout, rounds: int = 0) -> PlannedLayout:
     name = canonical_name(layout.schedule)
     uneven = name in WHOLE_ROUNDS and (layout.m % (layout.group or layout.pp) or layout.slices > 1)
     forwards = _round_size(layout) * layout.slices * layout.pp * layout.v
-    few = SHORT_ROUNDS if layout.vocabulary == "pp" else rounds or max(SHORT_ROUNDS, SHORT_STEP // forwards)
+    few = rounds or max(SHORT_ROUNDS, SHORT_STEP // forwards)
+    if layout.vocabulary == "pp":
+        few = max(SHORT_ROUNDS, SPREAD_ROUNDS // layout.pp)
     more = layout.m // _round_size(layout) - few
     if name not in CHUNKS or uneven or more <= 0:
         return layout

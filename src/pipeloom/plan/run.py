@@ -109,15 +109,15 @@ def predicted(
     timed = planner.timed_layers(replace(planned, recompute="none"))
     of_stage = spans(layout.schedule, layout.stage_layers)
     groups = [layers[start:end] for start, end in of_stage]
-    times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
-    if layout.config.train.recompute not in ("none", *PARTS_OF_BLOCKS) and measured_layers is None:
-        # R computes the blocks that are recomputed, not the whole stage
-        again = [*_recomputed(layout), False]
-        blocks = [[timed[at] for at in range(*span) if again[at]] for span in of_stage]
-        redone = [planner.stage_seconds(each, planned, links).forward if each else 0.0 for each in blocks]
-        times = [replace(each, recompute=seconds) for each, seconds in zip(times, redone, strict=True)]
-    run = planner.costs(times, planned, links, layout.schedule)
     again = [*_recomputed(layout), False]
+    if layout.config.train.recompute in ("none", *PARTS_OF_BLOCKS) or measured_layers is not None:
+        times = [planner.stage_seconds(timed[start:end], planned, links) for start, end in of_stage]
+    else:  # what blocks recompute is a part of their B or I
+        full = planner.timed_layers(replace(planned, recompute="full", recompute_layers=0))
+        mixed = [redone if mark else layer for layer, redone, mark in zip(timed, full, again, strict=False)]
+        stages = [planner.stage_seconds(mixed[start:end], planned, links) for start, end in of_stage]
+        times = [replace(each, recompute=0.0) for each in stages]
+    run = planner.costs(times, planned, links, layout.schedule)
     run = replace(run, bytes=run_bytes(layout.schedule, of_stage, planned, layers, timed, again, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)

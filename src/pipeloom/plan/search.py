@@ -52,7 +52,7 @@ LONG = 1.03  # times the seconds: estimates are at most so much too long, but fo
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
-SMALLER = 0.95  # times the least memory of faster layouts, to be worth a row
+SMALLER = 0.9  # times the least memory of faster layouts, to be worth a row
 SMALLER_ROWS = 4  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
@@ -120,6 +120,13 @@ class PlanRequest:
     def forms(self) -> list[dict[str, str]]:
         """The fields of `PlannedLayout` that say what a layout does not keep, with one set of what may be copied."""
         return [{"recompute": each} for each in self.recompute] + [{"offload": each} for each in self.offload[:1]]
+
+    def of_model(self, planner: Planner) -> PlanRequest:
+        """The request with what the planner's model has: in Megatron "activation" is a part of experts."""
+        if planner.runtime.name != "megatron" or planner.shape.num_experts:
+            return self
+        parts = (each.removesuffix("+activation") for each in self.recompute)
+        return replace(self, recompute=tuple(dict.fromkeys(parts)))
 
     def allows(self, layout: PlannedLayout, keys: Collection[str] | None = None) -> bool:
         """Return whether a layout has the values that are fixed, and those of the limits; `keys`: look at these alone."""
@@ -204,7 +211,8 @@ class Space:
 
     def __init__(self, planner: Planner, request: PlanRequest, earlier: Space | None = None) -> None:
         """The space of `request`; `earlier`: of another memory, with the same planner."""
-        self.planner, self.request, self.looked_at = planner, request, list[PlannedLayout]()
+        self.planner, self.request = planner, request.of_model(planner)
+        self.looked_at = list[PlannedLayout]()
         self.known: dict[PlannedLayout, Estimate] = {} if earlier is None else earlier.known
         self.bounds: dict[PlannedLayout, float] = {} if earlier is None else earlier.bounds
         self._estimator: _Estimator = _Estimator(planner) if earlier is None else earlier._estimator
@@ -448,7 +456,8 @@ def _smaller(space: Space, known: Iterable[LayoutCosts]) -> Iterator[LayoutCosts
     least, rows = min(each.peak for each in known), 0
     # a spread output layer takes as long as the rest of the search
     cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < SMALLER * least]
-    estimates = [each for cut in cuts for each in space.of(cut, {"recompute": space.request.recompute[-1]})]
+    forms = dict.fromkeys((space.request.recompute[0], space.request.recompute[-1]))
+    estimates = [each for cut, form in product(cuts, forms) for each in space.of(cut, {"recompute": form})]
     low = defaultdict[Any, float](lambda: 1.0)  # by how much estimates of the same sizes were too low
     for each in sorted(filter(space.is_offered, estimates), key=lambda each: each.seconds):
         sizes = tuple(getattr(each.layout, name) for name in _SIZES)
@@ -518,7 +527,7 @@ def neighbouring(
     are an estimate.
     """
     error = best.step.total / estimate(planner, best.layout).seconds
-    for change, layout in steps(best.layout, request):
+    for change, layout in steps(best.layout, request.of_model(planner)):
         if (
             layout == best.layout
             or not request.allows(layout, request.limits)
@@ -608,11 +617,12 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                 for micro_batch, ep, (slices, vocabulary) in product((1, 2, 4), expert_ranks, [*cuts]):
                     if request.sequences % (dp * micro_batch):
                         continue
-                    chunks = request.fixed.get("ep_chunks", 1) if planner.runtime.name == "pipeloom" else 1
+                    ours = planner.runtime.name == "pipeloom"
+                    chunks = request.fixed.get("ep_chunks", 1) if ours else 1
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
                         seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=etp, slices=slices,
-                        vocabulary=vocabulary, ep_chunks=chunks,
+                        vocabulary=vocabulary, ep_chunks=chunks, cut="" if ours or pp == 1 else "balanced",
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout

@@ -40,11 +40,11 @@ def shard(schedule: Schedule, slots: int, for_torch: bool = False) -> Schedule:
         ends = sorted(end for _, _, end in spans)
         last: dict[int, int] = {}
         issued = -1
-        for number, (stage, first, end) in enumerate(spans):
+        for number, (stage, _, end) in enumerate(spans):
             free = ends[number - slots] if number >= slots else -1
             issued = max(issued, free, last.get(stage, -1))
             last[stage] = end
-            yield _behind_groups(program, issued, first), UNSHARD, Action("UNSHARD", stage)
+            yield issued, UNSHARD, Action("UNSHARD", stage)
             yield end, RESHARD, Action("RESHARD", stage)
 
     return reduce_gradients(_with_inserted(schedule, inserted))
@@ -101,18 +101,18 @@ def reduce_gradients(schedule: Schedule, every: int = 0) -> Schedule:
                     places[action.stage].append(at)
         for stage, ends in places.items():
             chosen = [*ends[every - 1 :: every], ends[-1]] if every else ends[-1:]
-            for at in {_behind_groups(program, at, len(program)) for at in chosen}:
+            for at in {_behind_groups(program, at) for at in chosen}:
                 yield at, REDUCE, Action("REDUCE_GRAD", stage)
 
     return _with_inserted(schedule, inserted)
 
 
-def _behind_groups(program: Sequence[Cell], at: int, end: int) -> int:
-    """Return the position of the last of the group entries that follow the one there before `end`, and may run beside it.
+def _behind_groups(program: Sequence[Cell], at: int) -> int:
+    """Return the position of the last of the group entries that follow the one there, and may run beside it.
 
-    Gathers and sums run on the queue of the groups, which would wait with one before them until that entry has ended.
+    Sums run on the queue of the groups, which would wait with one before them until that entry has ended.
     """
-    while 0 <= at and at + 1 < end and any(kind_of(action.kind).group for action in parts(program[at + 1])):
+    while at + 1 < len(program) and any(kind_of(action.kind).group for action in parts(program[at + 1])):
         at += 1
     return at
 

@@ -574,9 +574,11 @@ def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = 
     return schedule
 
 
-def of_zero(level: int, slots: int = 2) -> tuple[str, ...]:
-    """The words of the transforms of a ZeRO level; with level 3 a rank has the parameters of `slots` stages at a time."""
-    return {2: ("reduce-gradients=1",), 3: (f"shard={slots}",)}.get(level, ())
+def of_zero(level: int, slots: int = 2, spread: bool = False) -> tuple[str, ...]:
+    """The words of the transforms of a ZeRO level; with level 3 a rank has the parameters of `slots` stages at a time, and
+    beside them those of its share of a vocabulary that is `spread`.
+    """
+    return {2: ("reduce-gradients=1",), 3: (f"shard={slots + spread}",)}.get(level, ())
 
 
 def parsed_transform(word: str) -> tuple[NamedTransform, int | str | None]:

@@ -1,4 +1,4 @@
-"""Runs as a plan writes them: a dry run needs the bytes that the plan predicts."""
+"""Runs as a plan writes them: a dry run takes the seconds and the bytes that the plan predicts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ LAYOUTS = [
     ("llama3-8b", 4096, "dp=2,pp=4,m=48,zero=3,schedule=zbv"),
     ("llama3-8b", 4096, "pp=8,m=64,schedule=zb-h1,recompute=full,recompute_layers=2"),
     ("llama3-8b", 4096, "pp=4,v=2,m=24,dp=2,micro_batch=2,vocabulary=pp"),
+    ("llama3-8b", 4096, "pp=4,v=2,m=24,dp=2,zero=2,vocabulary=pp"),
+    ("llama3-8b", 32768, "pp=2,m=32,cp=2,tp=2,recompute=full,slices=4,vocabulary=pp"),
+    ("llama3-70b", 4096, "pp=4,v=2,m=32,dp=2,tp=4,micro_batch=2,zero=3,recompute=full,vocabulary=pp"),
     ("llama3-8b", 32768, "cp=8,m=16,zero=2"),
     ("llama3-8b", 32768, "pp=8,v=4,m=64,schedule=interleaved,recompute=full"),
     ("llama3-8b", 32768, "pp=4,cp=2,m=32,slices=4"),
     ("mixtral-8x7b", 4096, "pp=4,dp=4,ep=4,m=8,recompute=full"),
+    ("mixtral-8x7b", 4096, "pp=2,dp=8,m=2,micro_batch=4,zero=3,recompute=full,slices=4"),
     ("mixtral-8x7b", 4096, "pp=4,dp=4,tp=2,ep=4,m=32,zero=3,schedule=dualpipev,recompute=full"),
     ("mixtral-8x7b", 4096, "pp=4,v=2,dp=4,ep=4,m=32,schedule=interleaved-overlap,recompute=full"),
 ]
@@ -41,11 +45,13 @@ def dry_run(planner: Planner, prediction, folder) -> RunPrediction:
 
 
 @pytest.mark.parametrize(("model", "seq", "text"), LAYOUTS)
-def test_a_dry_run_of_a_written_plan_needs_the_predicted_bytes(model, seq, text, tmp_path):
+def test_a_dry_run_of_a_written_plan_takes_what_is_predicted(model, seq, text, tmp_path):
     planner = planner_of(model)
     plan = planner.predict(parse(text, PlannedLayout(seq=seq)))
     run = dry_run(planner, plan, tmp_path)
     assert [each.total for each in plan.ranks] == pytest.approx([each.total for each in run.ranks], rel=0.005)
+    assert run.step is not None
+    assert plan.step.total == pytest.approx(run.step.total, rel=0.01)
     assert [each.gathered for each in plan.ranks] == pytest.approx([each.gathered for each in run.ranks], rel=0.005)
 
 

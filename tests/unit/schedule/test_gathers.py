@@ -13,7 +13,8 @@ from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.sharding import gathers, reduce_gradients, shard, shard_as_torch, uses_of_parameters
-from pipeloom.schedule.transforms import forward_only
+from pipeloom.schedule.transforms import forward_only, of_zero, transformed
+from pipeloom.schedule.vocabulary import costs_of_all, with_shares
 
 
 def one_stage(*cells: str, microbatches: int = 1) -> Schedule:
@@ -193,3 +194,18 @@ def test_reductions_behind_every_second_backward() -> None:
 def test_forwards_alone_keep_their_gathers() -> None:
     forwards = forward_only(shard(build("interleaved", 2, 4, 2), 1), 2)
     assert to_csv(forwards).split("\n")[0] == "0UNSHARD,0F0,0F1,0RESHARD,2UNSHARD,2F0,2F1,2RESHARD"
+
+
+@pytest.mark.parametrize(("name", "ranks", "chunks"), [("1f1b", 2, None), ("interleaved", 4, 2)])
+def test_sums_and_gathers_do_not_hold_up_a_spread_output_layer(name: str, ranks: int, chunks: int | None) -> None:
+    """They share a queue with its groups, which may run beside a computation that a sum waits for."""
+    schedule = build(name, ranks, 8 * ranks, chunks)
+    each = (1.0,) * schedule.stages
+    costs = Costs(each, each, each, scores=0.5, scores_grad=0.5)
+    spread = with_shares(schedule, costs)
+    every = costs_of_all(costs, spread)
+    plain = simulate(spread, every).makespan
+    for level in (2, 3):
+        sharded = transformed(spread, of_zero(level, spread=True))
+        check(sharded)
+        assert simulate(sharded, every).makespan <= 1.03 * plain
