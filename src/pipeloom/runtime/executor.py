@@ -145,9 +145,9 @@ class Executor:
     specs: ShapeCache
     communications: CommStream
     clock: HostClock | DeviceClock
-    checksums: bool = False
-    vocabulary: SpreadVocabulary | None = None
-    signals: Any = None
+    checksums: bool
+    vocabulary: SpreadVocabulary | None
+    signals: Any
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Executor:
         """Count waits inside layers as those of this rank from now on; another rank of this thread may have run."""
         report_standstills_to(self.communications.standing_still)
 
-    def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
+    def begin(self, batch: Microbatches, keep_outputs: bool) -> None:
         """Start a run: discard what an earlier one left, and open the first receives."""
         weighed = zip(batch.targets, batch.shares, strict=True)
         losses = [None if keep_outputs else MicrobatchLoss(self.loss, *each) for each in weighed]
@@ -185,8 +185,8 @@ class Executor:
         self.clock.begin()
         self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
-        self._starts: list[Any] = [0.0] * len(instructions)
-        self._ends: list[Any] = [0.0] * len(instructions)
+        self._starts: list[Any] = [None] * len(instructions)
+        self._ends: list[Any] = [None] * len(instructions)
         self._forward_shares: dict[int, float] = {}
         # Of a program with several queues: the ends of its entries, and those of other queues that have been issued.
         self._ended: list[Future[None]] = [Future() for _ in instructions] if self.program.has_queues else []
