@@ -61,6 +61,9 @@ TESTS = {
         "dist/runtime/test_exposed.py",
         "dist/runtime/test_failures_beside.py",
         "dist/runtime/test_stage_shards.py",
+        "dist/runtime/test_early_reduction.py",
+        "dist/runtime/test_pipeline.py",
+        "dist/train/test_weight_gathers.py",
     ),
     "runtime.actions.compute": (
         "unit/runtime/test_families.py",
