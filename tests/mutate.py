@@ -64,6 +64,7 @@ TESTS = {
         "dist/runtime/test_early_reduction.py",
         "dist/runtime/test_pipeline.py",
         "dist/train/test_weight_gathers.py",
+        "e2e/runtime/test_register_kind.py",
     ),
     "runtime.actions.compute": (
         "unit/runtime/test_families.py",
