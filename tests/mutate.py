@@ -186,7 +186,7 @@ def main() -> int:
     for row, verdict, seconds, _ in chosen.run_all(rows, options.jobs):
         seen = verdict != "survived"
         found.setdefault(row.title.partition(":")[0], []).append(seen)
-        print(f"{'found   ' if seen else 'SURVIVED'} {seconds:5.1f} s  {row.title}", flush=True)
+        print(f"{verdict if seen else 'SURVIVED':8} {seconds:5.1f} s  {row.title}", flush=True)
     for module, verdicts in found.items():
         print(f"{module:20} {sum(verdicts):4} of {len(verdicts):4} found, {100 * sum(verdicts) / len(verdicts):.0f} %")
     print(f"{time.monotonic() - begun:.0f} s")
