@@ -157,7 +157,9 @@ class FlatParameters:
         """Free what does not stay."""
 
     def gradient(self, section: slice) -> Tensor:
-        """The reduced gradient of the elements `section`, a part of `mine`."""
+        """The gradient of the elements `section`, a part of `mine`: reduced, or what this rank has accumulated."""
+        if self.bucket.content == "local":
+            return self.bucket.flat[section]
         return self.bucket.part[section.start - self.mine.start : section.stop - self.mine.start]
 
     def stepped(self) -> Iterator[tuple[BucketSlot, slice]]:

@@ -378,6 +378,19 @@ class GradientSync:
             self._flats = [sharded.get(bucket) or FlatParameters(bucket, self.sharded) for bucket in self.buckets]
         return self._flats
 
+    @property
+    def unsummed(self) -> bool:
+        """Whether gradients come from a step under `no_sync`."""
+        return any(bucket.content == "local" for bucket in self.buckets)
+
+    def require_summed(self) -> None:
+        """Raise UsageError if gradients come from a step under `no_sync`."""
+        if self.unsummed:
+            raise UsageError(
+                "the gradients are not summed over the replicas yet, as they come from a step under no_sync(): they can be "
+                "dropped, and changed after a step outside"
+            )
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for bucket in self.buckets:

@@ -52,6 +52,7 @@ class Masters:
         self._trained = [p for _, p in named if p.requires_grad]
         self._flats: list[FlatParameters] = []
         self._places: list[tuple[Master, FlatParameters, BucketSlot, slice]] = []
+        self._taken: list[tuple[Tensor | None, int]] = []  # `.grad` of each master as taken, and its count of writes
         if sync is None:
             self.all = [Master(name, p.shape, 0, p.numel(), p) for name, p in named if p.requires_grad]
             return
@@ -69,15 +70,27 @@ class Masters:
         self.all = [master for master, *_ in self._places]
 
     def take_gradients(self) -> None:
-        """Put the reduced gradients into the masters' `.grad`: None for a parameter that no micro-batch used."""
+        """Put the gradients into the masters' `.grad`: None for a parameter that no micro-batch used."""
         self.wait()  # slices still in transit would overwrite what the step changes
         for master, buffer, slot, section in self._places:
             absent = self._sync is not None and slot.held.parameter in self._sync.absent
-            master.tensor.grad = None if absent else buffer.gradient(section)
+            master.tensor.grad = None if absent or buffer.bucket.content == "empty" else buffer.gradient(section)
+        self._taken = self._gradients()
 
     @torch.no_grad()
     def return_gradients(self) -> None:
-        """Before a step, put what the caller did to the masters' `.grad` into the buckets: None drops a gradient."""
+        """Before a step, put what the caller did to the masters' `.grad` into the buckets: None drops a gradient.
+
+        Raises UsageError if some are changed that are not summed yet: other ranks hold parts of them.
+        """
+        if self._sync is not None and self._sync.unsummed:
+            now = self._gradients()
+            if now and all(gradient is None for gradient, _ in now):
+                self._sync.zero_grad()
+            for (new, count), (old, before) in zip(now, self._taken, strict=True):
+                if new is not old or count != before:
+                    self._sync.require_summed()
+            return
         present = {buffer.bucket for master, buffer, *_ in self._places if master.tensor.grad is not None}
         for master, buffer, slot, section in self._places:
             bucket, gradient = buffer.bucket, master.tensor.grad
@@ -106,6 +119,10 @@ class Masters:
             buffer.read()
         for values, copy in self._copies():
             copy.copy_(values)
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        gradients = [master.tensor.grad for master, *_ in self._places]
+        return [(each, 0 if each is None else each._version) for each in gradients]
 
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return the masters that are copies, each behind the elements of the buffer that it is a copy of."""

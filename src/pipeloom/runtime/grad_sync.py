@@ -115,6 +115,7 @@ class StepGradients:
         masters = self.sync.stepped_by if self.sync is not None else None
         if not isinstance(masters, Masters):
             masters = self._masters = Masters(list(self._by_name.items()), self.sync)
+            masters.take_gradients()
             self._published = self._values()
         return {master.name: master for master in masters.all}
 
@@ -210,7 +211,7 @@ class StepGradients:
             tied = time.perf_counter()
             self._alarm.status.wait_between(_SUMMED)
             self.sync.finish()
-            if (masters := self._stepped) is not None and self.sync.syncing:
+            if (masters := self._stepped) is not None:
                 masters.take_gradients()
             self._alarm.status.leave()
         return {"p2p": tied - begun, "dp": time.perf_counter() - tied}
@@ -281,12 +282,11 @@ class StepGradients:
         """
         if self.sync is None:
             return [(name, p.grad) for name, p in self._by_name.items() if p.grad is not None]
+        self.sync.require_summed()
+        if (masters := self._stepped) is not None:  # what the caller's optimizer reads
+            return [(each.name, each.tensor.grad) for each in masters.all if each.tensor.grad is not None]
         gradients = []
         for bucket in self.sync.buckets:
-            if bucket.content == "local":
-                raise UsageError(
-                    "the gradients are not summed over the replicas yet: they come from a step under no_sync()"
-                )
             in_grad = self.sync.in_grad(bucket)
             mine = bucket.share if self.sync.sharded and bucket.axis.size > 1 else slice(0, bucket.size)
             for slot in bucket.slots:

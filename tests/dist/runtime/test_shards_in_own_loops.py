@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, mse
 from pipeloom import checkpoint
 from pipeloom.config import MeshShape
+from pipeloom.errors import UsageError
+from pipeloom.parallel.masters import Master
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule.sharding import reduce_gradients, shard
@@ -54,8 +58,10 @@ def layers(dtype: torch.dtype, empty: bool = False) -> list[Layer]:
     return [Layer(f"block{at}", lambda at=at: kinds[at](at).to(dtype)) for at in range(3)]
 
 
-def pipeline_of(level: int, dtype: torch.dtype = torch.float32, empty: bool = False) -> Pipeline:
-    options = RuntimeOptions(monitor=False, shard_gradients=level > 0)
+def pipeline_of(
+    level: int, dtype: torch.dtype = torch.float32, empty: bool = False, transport: str = "auto"
+) -> Pipeline:
+    options = RuntimeOptions(monitor=False, shard_gradients=level > 0, transport=transport)
     return Pipeline(layers(dtype, empty), SCHEDULES[level], loss=mse, mesh=Mesh.of(MeshShape(dp=2)), options=options)
 
 
@@ -196,6 +202,95 @@ def test_gradients_of_shares_add_up_until_they_are_dropped(level: int) -> None:
                 torch.testing.assert_close(
                     torch.tensor(values), once[at] * scale.get(at, scale[-1]), rtol=1e-5, atol=1e-8
                 )
+
+
+ORDERS = ("s", "qs", "ss", "qqs", "qss", "sqs", "sss", "qds", "sqds")
+"""Steps that are summed (s) or under no_sync (q), and the drop of all gradients (d); "late" is the optimizer after one step."""
+
+
+def accumulated_here(pipeline: Pipeline, share: Master) -> Tensor:
+    """What this process has accumulated of the elements of a share since the last sum."""
+    assert pipeline.sync is not None
+    gradient = pipeline.sync.gradient(share.name)
+    assert gradient is not None
+    return gradient.flatten()[share.start : share.stop]
+
+
+def accumulated(rank: int) -> tuple[dict[str, list[tuple[str, int, int, list[float]]]], list[float]]:
+    """The gradients of this replica's shares after each order of steps, and the pipeline's norms of them."""
+    pipeline = pipeline_of(1, transport="individual")  # sums are not where gradients are accumulated
+    results, norms = {}, []
+    for order in ("late", *ORDERS):
+        if order == "late":
+            pipeline.step(*data(0)[rank])
+        else:
+            pipeline.zero_grad()
+        shares = list(pipeline.shards())
+        for at, kind in enumerate(order.replace("late", "")):
+            with pipeline.no_sync() if kind == "q" else contextlib.nullcontext():
+                if kind == "d":
+                    for share in shares:
+                        share.tensor.grad = None
+                else:
+                    pipeline.step(*data(at)[rank])
+                if kind == "q":
+                    assert all(torch.equal(s.tensor.grad, accumulated_here(pipeline, s)) for s in shares)
+        results[order] = [(s.name, s.start, s.stop, s.tensor.grad.tolist()) for s in shares]  # type: ignore[union-attr]
+        norms.append(float(pipeline.grad_norm()))
+    with pipeline.no_sync():
+        pipeline.step(*data(0)[rank])
+    shares[0].tensor.grad *= 2  # type: ignore[operator]
+    with pytest.raises(UsageError, match=r"not summed over the replicas yet.*under no_sync\(\)"):
+        pipeline.step(*data(0)[rank])
+    pipeline.close()
+    return results, norms
+
+
+def test_shares_accumulate_steps_with_and_without_sums() -> None:
+    found = run_ranks(accumulated, 2)
+    for number, order in enumerate(("late", *ORDERS)):
+        model = nn.Sequential(*(layer() for layer in layers(torch.float32)))
+        for at, kind in enumerate(order.replace("late", "s")):
+            if kind == "d":
+                model.zero_grad()
+            else:
+                x, y = (torch.cat(each) for each in zip(*data(at), strict=True))
+                mse(model(x), y).backward()  # type: ignore[no-untyped-call]
+        wanted = {f"block{at}.{name}": p.grad for at in range(3) for name, p in model[at].named_parameters()}
+        norm = float(torch.stack([g.square().sum() for g in wanted.values() if g is not None]).sum().sqrt())
+        seen = {name: torch.zeros(g.numel()) for name, g in wanted.items() if g is not None}
+        for results, norms in found:
+            assert norms[number] == pytest.approx(norm, rel=1e-5), order
+            for name, start, stop, values in results[order]:
+                seen[name][start:stop] += torch.tensor(values)
+        for name, gradient in wanted.items():
+            assert gradient is not None
+            assert torch.allclose(seen[name], gradient.flatten(), rtol=1e-5, atol=1e-6), (order, name)
+
+
+def norms_of_shares(rank: int) -> tuple[float, float, float]:
+    """The norm of what an optimizer reads, after a caller replaced gradients and dropped one; what clipping finds and leaves."""
+    pipeline = pipeline_of(1)
+    shares = list(pipeline.parameters())
+    pipeline.step(*data(0)[rank])
+    for share in shares:
+        share.grad = share.grad * 100  # type: ignore[operator]
+    shares[0].grad = None
+
+    def norm() -> float:
+        square = torch.stack([share.grad.square().sum() for share in shares if share.grad is not None]).sum()
+        dist.all_reduce(square)
+        return float(square.sqrt())
+
+    result = norm(), float(pipeline.clip_grad_norm_(CLIP)), norm()
+    pipeline.close()
+    return result
+
+
+def test_clipping_scales_the_gradients_that_the_optimizer_reads() -> None:
+    for before, found, after in run_ranks(norms_of_shares, 2):
+        assert found == pytest.approx(before, rel=1e-5)
+        assert after == pytest.approx(CLIP, rel=1e-4)
 
 
 def evaluated(rank: int, level: int) -> tuple[list[float], list[float]]:
