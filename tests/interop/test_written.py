@@ -57,6 +57,7 @@ def of_megatron(job: Job, made: Made) -> None:
     assert values["recompute_granularity"] == {"none": None, "full": "full"}.get(layout.recompute, "selective")
     assert values["overlap_p2p_comm"] == (layout.v > 1 and "blocking_p2p" not in job.options)
     assert values["overlap_moe_expert_parallel_comm"] == ("overlap_experts" in job.options)
+    assert values["sequence_parallel"] == (layout.tp > 1 and job.sequence)
     if job.dispatcher:
         theirs = {"deepep": "flex"}.get(job.dispatcher, job.dispatcher)
         assert values["moe_token_dispatcher_type"] == theirs
@@ -73,6 +74,7 @@ def of_torchtitan(job: Job, made: Made) -> None:
     layout, values = job.layout, made.values
     assert values["checkpointing"] == ("FullAC.Config" if layout.recompute == "full" else "NoneType")
     assert values["data_parallel_replicate_degree"] * values["dp_shard"] == layout.dp
+    assert values["enable_sequence_parallel"] == job.sequence
     assert values["local_batch_size"] == layout.micro_batch * (layout.m if layout.pp > 1 else 1)
     if layout.pp > 1:
         assert values["pipeline_parallel_microbatch_size"] == layout.micro_batch
@@ -82,6 +84,7 @@ def of_torchtitan(job: Job, made: Made) -> None:
 def of_automodel(job: Job, made: Made) -> None:
     layout, values = job.layout, made.values
     assert values["activation_checkpointing"] == (layout.recompute == "full")
+    assert values.get("sequence_parallel", False) == (layout.tp > 1 and job.sequence)
     if layout.pp > 1:
         assert values["pp_microbatch_size"] == layout.micro_batch
 

@@ -87,6 +87,8 @@ def random_job(seed: int, system: str) -> Job:
         job = replace(job, recompute_span=1 if layers else draw.choice([1, 1, 3]))
     if layout.offload != "none":
         job = replace(job, offload_share=draw.choice([1.0, 0.5]))
+    if not (experts and system == "megatron") and "overlap_tensor" not in options:
+        job = replace(job, sequence=draw.random() < 0.7)
     return normal(job)
 
 

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.output import emit, write, write_csv
+from pipeloom.config.settings import toml_value
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
+from pipeloom.interop.pipeloom import unheld
 from pipeloom.interop.systems import SYSTEMS, translated
 from pipeloom.plan import RUNTIMES, Device, LayoutCosts, Planner
 from pipeloom.plan.export import layout_string
 from pipeloom.plan.job import Job
 from pipeloom.plan.refine import refine
 from pipeloom.plan.report import as_dict, gib, reason
+from pipeloom.plan.run import runtime_of
 
 Measured = Sequence[tuple[Sequence[int], float, float]]
 LEAST_MEASURED = 0.01, "stage times are measured"
@@ -170,7 +173,12 @@ def gain_of(job: Job, device: Device, *, axes: bool = True, times: Callable[[Job
     """
     if job.shape is None:
         raise UsageError("the job does not describe its model; give it with --model")
-    space = Neighbourhood(Planner(job.shape, device, RUNTIMES[RUNTIME_OF[job.system]]), device.memory, axes)
+    runtime = RUNTIMES[RUNTIME_OF[job.system]]
+    if job.ours is not None:
+        config = job.ours.config
+        runtime = runtime_of(config, None if config.train.device == "cpu" else device)
+    planner = Planner(job.shape, device, replace(runtime, sequence=job.sequence))
+    space = Neighbourhood(planner, device.memory, axes)
     try:
         if times is not None:
             space = replace(space, planner=space.planner.calibrated(job.layout, times(job)))
@@ -192,7 +200,17 @@ def notes(job: Job) -> list[str]:
         *_refused(job),
         *(f"not understood: {each}" for each in job.unknown),
         *(str(sentence) for sentence in left_out.values() if sentence),
+        *(
+            f"{key} = {toml_value(value)} is not in the prediction"
+            for key, value in unheld(job).items()
+            if _shapes(key)
+        ),
     ]
+
+
+def _shapes(key: str) -> bool:
+    """Return whether a key of our configuration, which no field of a job holds, may change the time or memory of a step."""
+    return key.startswith(("model.", "parallel.", "schedule."))
 
 
 def _refused(job: Job) -> list[str]:

@@ -34,8 +34,9 @@ _KNOWN = {
     """,
     "distributed": """
         strategy tp_size pp_size cp_size ep_size dp_size dp_replicate_size activation_checkpointing pipeline
-        reshard_after_forward | tp_plan patch_is_packed_sequence mp_policy autocast_dtype activation_checkpointing_scope
-        defer_fsdp_grad_sync moe enable_async_tensor_parallel enable_compile sequence_parallel enable_fsdp2_prefetch
+        reshard_after_forward sequence_parallel | tp_plan patch_is_packed_sequence mp_policy autocast_dtype
+        activation_checkpointing_scope
+        defer_fsdp_grad_sync moe enable_async_tensor_parallel enable_compile enable_fsdp2_prefetch
         fsdp2_backward_prefetch_depth fsdp2_forward_prefetch_depth multimodal _target_ _recursive_ _convert_
     """,
     "distributed.pipeline": """
@@ -105,6 +106,8 @@ def read(text: str, shape: DecoderShape | None = None) -> Job:
         "rounds": str(pipeline.get("round_virtual_stages_to_pp_multiple") or ""),
         "reshard": {"true": "always", "false": "never"}.get(str(reshard).lower(), ""),
         "recompute": "full" if checkpointing in ("true", "full", "on", "yes", "enabled") else "none",
+        "sequence": strategy == "fsdp2" and bool(parallel.get("sequence_parallel", older.get("sequence_parallel"))),
+        "rate": _table(tables, "optimizer").get("lr"),
     }  # fmt: skip
     return job_of("automodel", words, shape, unknown)
 
@@ -147,7 +150,7 @@ def write(job: Job) -> str:
         "activation_checkpointing": layout.recompute == "full",
     }
     if parallel["strategy"] == "fsdp2":
-        parallel |= {"sequence_parallel": layout.tp > 1, "reshard_after_forward": layout.zero == 3}
+        parallel |= {"sequence_parallel": job.sequence and layout.tp > 1, "reshard_after_forward": layout.zero == 3}
     if layout.pp > 1:
         word, table = schedule_words(job)
         pipeline: dict[str, Any] = {"pp_schedule": word, "pp_microbatch_size": layout.micro_batch}

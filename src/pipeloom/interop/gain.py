@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from math import inf
 from operator import itemgetter
-from typing import Any
 
 from pipeloom.errors import UsageError
 from pipeloom.interop.megatron import PART_MODULES
@@ -18,7 +16,7 @@ from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, estimate, steps
-from pipeloom.shapes.ops import OFFLOADED
+from pipeloom.shapes.ops import OFFLOADED, Runtime
 
 RATIO_ERRORS = {"megatron": 0.023, "torchtitan": 0.032, "pipeloom": 0.024}
 """Runtime -> the median error of predicted ratios between published runs of one model (`benchmarks/planbench/releases.py`)."""
@@ -65,24 +63,19 @@ class Neighbourhood:
     planner: Planner
     memory: float
     axes: bool = True
-    _known: dict[Any, Run | None] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Job, Run | None] = field(default_factory=dict, init=False, repr=False)
+    _planners: dict[Runtime, Planner] = field(default_factory=dict, init=False, repr=False)
     _least: float = field(default=_SURE, init=False, repr=False)  # of the predicted seconds over the estimated ones
-
-    @cached_property
-    def _planners(self) -> dict[tuple[bool, bool], Planner]:
-        """(sums of gradients, exchanges of tp are beside computation) -> Megatron's planner."""
-
-        def planner(sums: bool, exchanges: bool) -> Planner:
-            runtime = replace(self.planner.runtime, hides_state=sums, overlaps_exchange=exchanges)
-            return replace(self.planner, runtime=runtime)
-
-        return {(sums, exchanges): planner(sums, exchanges) for sums in (False, True) for exchanges in (False, True)}
 
     def planner_of(self, job: Job) -> Planner:
         """Return the planner of a job: Megatron communicates beside computation where it is told to."""
-        if job.system != "megatron":
-            return self.planner
-        return self._planners["overlap_grads" in job.options, "overlap_tensor" in job.options]
+        runtime = replace(self.planner.runtime, sequence=job.sequence)
+        if job.system == "megatron":
+            beside = ("overlap_grads" in job.options, "overlap_tensor" in job.options)
+            runtime = replace(runtime, hides_state=beside[0], overlaps_exchange=beside[1])
+        if runtime not in self._planners:  # each keeps its predictions
+            self._planners[runtime] = replace(self.planner, runtime=runtime)
+        return self._planners[runtime]
 
     def run(self, job: Job) -> Run:
         """Return the job with its costs. Raises UsageError for one that cannot be predicted."""
@@ -93,7 +86,11 @@ class Neighbourhood:
     def around(self, run: Run) -> list[Run]:
         """Return the runs one change away from `run` that the system takes, the fastest of those that fit first."""
         tried = map(self._taken, self._moves(run, self.axes))
-        runs = {(each.job.layout, each.job.options): each for each in tried if each and each.job != run.job}
+        runs = {
+            (each.job.layout, each.job.options, each.job.sequence): each
+            for each in tried
+            if each and each.job != run.job
+        }
         return sorted(runs.values(), key=self.rank)
 
     def best(self, start: Run) -> Run:
@@ -140,14 +137,13 @@ class Neighbourhood:
 
     def _taken(self, job: Job) -> Run | None:
         job = _consistent(job)
-        key = job.layout, job.options
-        if key not in self._known:
-            self._known[key] = None
+        if job not in self._known:
+            self._known[job] = None
             with suppress(UsageError):
                 run = self.run(job)
                 if not SYSTEMS[job.system].refusals(run.job):
-                    self._known[key] = run
-        return self._known[key]
+                    self._known[job] = run
+        return self._known[job]
 
     def _moves(self, run: Run, axes: bool) -> Iterator[Job]:
         job, layout = run.job, run.job.layout
@@ -155,6 +151,7 @@ class Neighbourhood:
         cuts: list[PlannedLayout] = [*self._others(plain, axes), *_schedules(plain, job.system)]
         for other, cut in product(cuts, ("even", "balanced") if job.system != "pipeloom" else ("balanced",)):
             yield replace(job, layout=replace(other, cut=cut))
+        yield replace(job, sequence=True)
         same = [
             replace(layout, recompute=each, recompute_layers=count) for each, count in _recomputed(layout, job.system)
         ]
@@ -233,8 +230,13 @@ def _consistent(job: Job) -> Job:
 def _flags(job: Job) -> dict[str, str]:
     """Return flag or key -> its value, as the system's writer has them."""
     values: dict[str, str] = {}
+    section = ""
     for line in SYSTEMS[job.system].write(job).splitlines():
-        key, _, value = line.strip(" \\").partition(" ")
+        if line.startswith("["):
+            section = f"{line.strip('[]')}."
+            continue
+        word, _, value = line.strip(" \\").partition(" ")
+        key = f"{section}{word}"
         if key == "-":
             key = f"- {sum(each.startswith('- ') for each in values)}"
         values[key] = value.removeprefix("= ")

@@ -62,7 +62,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
             microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers zero-stage world-size""",
         float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor hidden-dropout
-            moe-expert-capacity-factor activation-offload-fraction""",
+            moe-expert-capacity-factor activation-offload-fraction lr""",
         str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
             data-parallel-sharding-strategy moe-flex-dispatcher-backend optimizer""",
@@ -72,7 +72,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split no-overlap-p2p-communication
             overlap-p2p-communication-warmup-flush overlap-grad-reduce overlap-param-gather
             overlap-moe-expert-parallel-comm delay-wgrad-compute tp-comm-overlap fine-grained-activation-offloading
-            grad-reduce-in-bf16 moe-enable-deepep use-megatron-fsdp use-custom-fsdp recompute-activations
+            grad-reduce-in-bf16 moe-enable-deepep sequence-parallel use-megatron-fsdp use-custom-fsdp recompute-activations
             use-rotary-position-embeddings checkpoint-activations use-checkpoint-args merge-file""",
         list: "recompute-modules offload-modules cp-comm-type rampup-batch-size",
     }.items()
@@ -89,14 +89,14 @@ _HARMLESS = """
     calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-*
     deepspeed-activation-checkpointing dist-* distributed-* empty-unused-memory-level enable-experimental end-weight-decay
     eod-* eval-* exit-* finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
-    gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr lr-* manual-gc*
+    gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr-* manual-gc*
     min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
     moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
     moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-* no-check-for-nan*
     no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
     no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-*
     num-dataset-builder-threads num-workers openai-gelu override-opt* per-split-data-args-path profile* rerun-* reset-*
-    rope-scal* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sequence-parallel sft spec
+    rope-scal* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sft spec
     split start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap-*
     train-iters train-samples transformer-impl use-checkpoint-opt* use-flash-attn use-mcore-models
     use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
@@ -318,6 +318,8 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
         options=tuple(sorted(options)),
         context="+".join(get("cp-comm-type") or ()) if cp > 1 else "",
         dispatcher="deepep" if deepep else get("moe-token-dispatcher-type") or "",
+        sequence=bool(get("sequence-parallel")),
+        rate=max(0.0, get("lr") or 0.0),
         unknown=tuple(unknown),
     )  # fmt: skip
 
@@ -393,7 +395,7 @@ def write(job: Job) -> str:
     layout, shape = job.layout, job.shape
     flags: dict[str, object] = {} if shape is None else _model_flags(shape, layout.seq)
     flags |= {flag: getattr(layout, field) for flag, field in _AXES}
-    flags |= {"global-batch-size": layout.sequences, "sequence-parallel": layout.tp > 1, "bf16": True}
+    flags |= {"global-batch-size": layout.sequences, "sequence-parallel": job.sequence and layout.tp > 1, "bf16": True}
     if layout.etp:
         flags["expert-tensor-parallel-size"] = layout.etp
     if layout.zero == 1:
@@ -522,6 +524,8 @@ def _refused_overlaps(job: Job) -> list[_Row]:
         ("delay_wgrad" in options and not experts, f"delay_wgrad needs {what}", _CONFIG, "overlap_experts"),
         (params and "overlap_grads" not in options, "the overlap of parameters needs that of sums", _ARGUMENTS, "overlap_grads"),
         ("overlap_tensor" in options and layout.tp == 1, "the overlap of tp's exchanges needs some", _ARGUMENTS, "tp=2"),
+        ("overlap_tensor" in options and not job.sequence, "the overlap of tp's exchanges needs sequence parallelism",
+         _ARGUMENTS, "--sequence-parallel"),
         (params and not layout.zero, "the overlap of parameters needs the distributed optimizer", _ARGUMENTS, "zero=1"),
         (layout.offload.split("+").count("attn_proj") > layout.offload.split("+").count("core_attn"),
          "attn_proj goes to the host with core_attn alone", _CONFIG, "offload=attn_proj+core_attn"),
@@ -541,6 +545,8 @@ def _refused_models(job: Job) -> list[_Row]:
         (heads % layout.tp > 0, f"tp={layout.tp} does not divide the {heads} heads", _CONFIG, f"tp={math.gcd(heads, layout.tp)}"),
         (groups % layout.tp > 0 and layout.tp % groups > 0, f"tp={layout.tp} and the {groups} key and value heads", _CONFIG,
          f"tp={math.gcd(groups, layout.tp)}"),
+        (shape.num_experts > 0 and not job.sequence, f"experts over tp={layout.tp} need sequence parallelism", "moe_layer.py",
+         "--sequence-parallel"),
         (layout.ep > 1 and not shape.num_experts, f"ep={layout.ep} needs experts", _CONFIG, "ep=1"),
         (shape.num_experts % layout.ep > 0, f"ep={layout.ep} does not divide the {shape.num_experts} experts", _CONFIG,
          f"ep={math.gcd(shape.num_experts, layout.ep)}"),
@@ -549,5 +555,5 @@ def _refused_models(job: Job) -> list[_Row]:
         ("latent_up" in parts and not shape.kv_lora_rank, "latent_up needs latent attention", _CONFIG, "recompute=attention"),
         (foreign, "the model has parts that its flags do not describe", _CONFIG, "a preset"),
         (layout.seq % (2 * layout.cp) > 0 and layout.cp > 1, f"{layout.seq} tokens, cp={layout.cp}", _ARGUMENTS, "cp=1"),
-        (layout.seq % layout.tp > 0 and layout.tp > 1, f"{layout.seq} tokens, tp={layout.tp}", _ARGUMENTS, "tp=1"),
+        (layout.seq % layout.tp > 0 and job.sequence, f"{layout.seq} tokens, tp={layout.tp}", _ARGUMENTS, "tp=1"),
     ]  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from pipeloom.config.settings import toml_value
 from pipeloom.errors import UsageError, reason_of
 from pipeloom.interop import automodel, megatron, pipeloom, torch_runtime, torchtitan
 from pipeloom.plan.job import Job, differences, normal
@@ -119,10 +120,14 @@ def _plain(value: object) -> str:
 
 
 def _losses(to: str, job: Job, held: Job) -> list[str]:
+    keys = ", ".join(f"{key} = {toml_value(value)}" for key, value in pipeloom.unheld(job, held.ours).items())
     return [
-        f"{key}={_plain(value)}: {to} has no word for it"
-        + (f"; what is written means {key}={_plain(other)}" if other is not None else "")
-        for key, (value, other) in differences(job, held).items()
+        *(
+            f"{key}={_plain(value)}: {to} has no word for it"
+            + (f"; what is written means {key}={_plain(other)}" if other is not None else "")
+            for key, (value, other) in differences(job, held).items()
+        ),
+        *[f"not written for {to}: {keys}"] * bool(keys),
     ]
 
 

@@ -38,6 +38,14 @@ def not_known(key: str, name: str, known: Iterable[str]) -> str:
     return f"{key} is not known{did_you_mean(name, known)}".partition("; known: ")[0]
 
 
+def rate(value: object) -> float:
+    """Return a rate of learning; 0 where it is none."""
+    try:
+        return max(0.0, float(str(value)))
+    except ValueError:
+        return 0.0
+
+
 def csv_of(schedule: Schedule, *, messages: bool = False) -> tuple[str, list[str]]:
     """Return (the schedule in torch's CSV, sentences on what it leaves out and on the words that it needs beside it).
 
@@ -71,7 +79,8 @@ def job_of(where: str, words: Mapping[str, Any], shape: DecoderShape | None, unk
         words: tp, cp, pp, ep, etp; replicas; shards (0: the rest of `devices`, 0 where that is not said); seq, local, total and
             micro batch; name and csv of the schedule; parts, the modules of each stage; first and last: blocks as which the
             embedding and the output layer count where blocks are divided, per_stage: layers of a stage (0: one stage a rank, or
-            two), rounds: "up" or "down" to a multiple of the ranks; reshard; recompute.
+            two), rounds: "up" or "down" to a multiple of the ranks; reshard; recompute; sequence, as of
+            `Job`; rate, as it is written.
 
     Raises UsageError.
     """
@@ -116,7 +125,7 @@ def job_of(where: str, words: Mapping[str, Any], shape: DecoderShape | None, unk
         etp=int(words["ep"] > 1) and words["etp"],
         stages=stages,
     )  # fmt: skip
-    return Job(shape, layout, unknown=tuple(notes))
+    return Job(shape, layout, sequence=words["sequence"], rate=rate(words["rate"]), unknown=tuple(notes))
 
 
 def _stages(

@@ -38,7 +38,7 @@ _WORDS = """
     micro pipeline_parallel_microbatch_size 1 name pipeline_parallel_schedule 1F1B csv pipeline_parallel_schedule_csv -
     parts module_fqns_per_model_part - per_stage pipeline_parallel_layers_per_stage 0
     first pipeline_parallel_first_stage_less_layers 1 last pipeline_parallel_last_stage_less_layers 1
-    mode mode none host enable_cpu_offload False sequence enable_sequence_parallel True batch batch_size 0
+    mode mode none host enable_cpu_offload False sequence enable_sequence_parallel True rate lr - batch batch_size 0
     model name - flavor flavor -
 """
 _SECTIONS = ("training", "parallelism", "activation_checkpoint", "model", "experimental")
@@ -138,8 +138,8 @@ def _value(text: str, key: str) -> Any:
 def _take(key: str, value: Any, words: dict[str, Any], keys: Mapping[str, tuple[str, Any]], unknown: list[str]) -> None:
     """Take over a key's value; an unknown one of a section that matters is named."""
     section, _, name = key.rpartition(".")
-    if key in ("devices", "module", "config"):
-        words[key] = value
+    if key in ("devices", "module", "config", "optimizer.lr"):
+        words[keys.get(name, (key, None))[0]] = value
         return
     if key == "job.config_file":
         unknown.append(f"what the file {value} says is not read: give the file itself as the job")
@@ -181,6 +181,7 @@ def write(job: Job) -> str:
         "parallelism.expert-parallel-degree": layout.ep,
         "parallelism.pipeline-parallel-degree": layout.pp,
     }
+    words |= {} if job.sequence else {"parallelism.no-enable-sequence-parallel": ""}
     if layout.pp > 1:
         words["parallelism.pipeline-parallel-microbatch-size"] = layout.micro_batch
         words["parallelism.pipeline-parallel-schedule"], table = schedule_words(job)
@@ -191,7 +192,7 @@ def write(job: Job) -> str:
             words["parallelism.module-fqns-per-model-part"] = " ".join(",".join(part) for part in parts)
     mode = "full" if layout.recompute == "full" else "none"
     start = f"torchrun --nnodes {layout.world // per_node} --nproc_per_node {per_node} -m torchtitan.train"
-    flags = (f"--{key} {value}" for key, value in words.items())
+    flags = (f"--{key} {value}".rstrip() for key, value in words.items())
     return " \\\n".join((f"{start}", *flags, f"activation-checkpoint:{mode}")) + "\n"
 
 

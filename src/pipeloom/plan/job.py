@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from pipeloom.config import Layout
 from pipeloom.plan.layout import RECOMPUTE, PlannedLayout, even_stages
 from pipeloom.schedule.families import canonical_name
 from pipeloom.shapes.decoder import DecoderShape
@@ -31,8 +32,11 @@ class Job:
         options: of `OPTIONS`, in alphabetical order.
         context: how context parallelism exchanges keys and values, in Megatron's words joined by "+"; "": the system's choice.
         dispatcher: how tokens travel to their experts: "allgather", "alltoall", "flex" or "deepep"; "": the system's choice.
+        sequence: tp divides the activations outside of products too, by tokens (sequence parallelism).
+        rate: of learning; 0: the words do not say it. Only our own trainer's configuration is written with one.
         unknown: words that were not understood, and values that only a run would tell.
         system: whose words they are; "": nobody's.
+        ours: what our own trainer reads from the configuration whose run it is; None: it is another system's.
     """
 
     shape: DecoderShape | None
@@ -43,8 +47,11 @@ class Job:
     options: tuple[str, ...] = ()
     context: str = ""
     dispatcher: str = ""
+    sequence: bool = True
+    rate: float = field(default=0.0, compare=False)
     unknown: tuple[str, ...] = field(default=(), compare=False)
     system: str = field(default="", compare=False)
+    ours: Layout | None = field(default=None, compare=False, repr=False)
 
 
 def normal(job: Job) -> Job:
@@ -68,7 +75,8 @@ def normal(job: Job) -> Job:
         group=layout.group if looped and layout.group != layout.pp else 0,
         capacity=layout.capacity or (0.0 if shape is None else shape.capacity_factor),
     )
-    return replace(job, layout=layout, shape=shape and replace(shape, capacity_factor=0.0))
+    shape = shape and replace(shape, capacity_factor=0.0)
+    return replace(job, layout=layout, shape=shape, sequence=job.sequence or layout.tp == 1)
 
 
 def differences(job: Job, other: Job) -> dict[str, tuple[Any, Any]]:
@@ -85,7 +93,7 @@ def _flat(job: Job) -> dict[str, Any]:
     values = {
         spec.name: getattr(job, spec.name)
         for spec in fields(job)
-        if spec.name not in ("layout", "shape", "unknown", "system")
+        if spec.compare and spec.name not in ("layout", "shape")
     }
     values |= {spec.name: getattr(job.layout, spec.name) for spec in fields(job.layout)}
     if job.shape is None:

@@ -48,11 +48,14 @@ def adapters_of(config: Config) -> Adapters | None:
 
 
 def runtime_of(config: Config, device: Device | None) -> Runtime:
-    """Pipeloom's runtime in the configuration's dtype and with its optimizer; without a device, on a CPU."""
+    """Pipeloom's runtime in the configuration's dtype, with its optimizer and its rows; without a device, on a CPU."""
     unsharded = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"zero1": False})})
     sizes = element_bytes(unsharded)
     element, optimizer = int(sizes["params"]), sizes["optimizer"]
-    runtime = replace(RUNTIMES["pipeloom"], element=element, optimizer=optimizer, adapters=adapters_of(config))
+    runtime = replace(
+        RUNTIMES["pipeloom"], element=element, optimizer=optimizer, adapters=adapters_of(config),
+        packed=config.data.documents == "pack",
+    )  # fmt: skip
     return runtime if device is not None else runtime.on_cpu()
 
 
@@ -100,7 +103,6 @@ def predicted(
     runtime = replace(
         runtime,
         sequence=layout.config.parallel.sp,
-        packed=layout.config.data.documents == "pack",
         sums_inside=layout.schedule.splits_backward or has_sums(planned, runtime),
     )
     planner = Planner(shape, speed, runtime, measured_layers)

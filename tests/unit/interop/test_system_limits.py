@@ -46,6 +46,18 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ("m=4,offload=attn_proj", {}, "attn_proj goes to the host with core_attn alone", "offload=attn_proj+core_attn"),
     ("m=4,recompute=norms", {"fp8": "delayed"}, "delayed scaling does not recompute norms", "recompute=attention"),
     ("tp=2,dp=2,ep=8,etp=2,m=4", {}, "etp x ep x pp = 16 does not divide 4 devices (parallel_state.py)", "etp=1"),
+    (
+        "tp=2,m=4",
+        {"sequence": False},
+        "experts over tp=2 need sequence parallelism (moe_layer.py)",
+        "--sequence-parallel",
+    ),
+    (
+        "tp=2,m=4",
+        {"options": ("overlap_tensor",), "sequence": False},
+        "exchanges needs sequence parallelism (arguments.py)",
+        "--sequence-parallel",
+    ),
     ("tp=3,m=4", {}, "tp=3 does not divide the 32 heads", "tp=1"),
     ("dp=3,ep=3,m=4", {}, "ep=3 does not divide the 128 experts", "ep=1"),
     ("m=4,recompute=latent_up", {}, "latent_up needs latent attention", "recompute=attention"),
