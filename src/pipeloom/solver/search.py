@@ -238,15 +238,20 @@ def _costs_within(limits: Sequence[float], placement: Sequence[int], costs: Cost
 
 
 def _roomy(instances: Sequence[Instance], limits: Sequence[float], required: bool) -> list[Instance]:
-    """Return the instances in which one micro-batch at a time fits; raise CapacityError for another if `required`."""
+    """Return the instances in which one micro-batch at a time fits; raise CapacityError for another if `required`.
+
+    Raises UsageError for costs of other sizes than an instance.
+    """
     roomy = []
     for instance in instances:
-        try:
-            require_room(instance, limits)
+        instance.costs.check_links(instance.ranks)
+        rank, share = fullest(instance)
+        if (share - 1) * instance.memory_limit <= TIME_TOLERANCE:
             roomy.append(instance)
-        except CapacityError:
-            if required:
-                raise
+        elif required:
+            raise CapacityError(
+                f"memory is {limits[rank]:g}; one micro-batch in all stages of rank {rank} takes {share * limits[rank]:g}"
+            )
     return roomy
 
 
@@ -277,19 +282,6 @@ def microbatch_orders(factors: Sequence[float]) -> list[tuple[int, ...]]:
     for order in (ends, rising, rising[::-1]):
         orders.setdefault(tuple(factors[at] for at in order), tuple(order))
     return list(orders.values())
-
-
-def require_room(instance: Instance, limits: Sequence[float]) -> None:
-    """Raise CapacityError if not even one micro-batch at a time fits `limits`, one per rank.
-
-    Raises UsageError for costs of other sizes than `instance`.
-    """
-    rank, share = fullest(instance)
-    instance.costs.check_links(instance.ranks)
-    if (share - 1) * instance.memory_limit > TIME_TOLERANCE:
-        raise CapacityError(
-            f"memory is {limits[rank]:g}; one micro-batch in all stages of rank {rank} takes {share * limits[rank]:g}"
-        )
 
 
 def fullest(instance: Instance) -> tuple[int, float]:
