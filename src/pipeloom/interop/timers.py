@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -37,9 +38,10 @@ def read(path: Path, layout: PlannedLayout) -> list[tuple[tuple[int, ...], float
     Medians over the steps, without the first of several, and over the devices of a pipeline rank; the devices of a run are in
     the order tp, cp, dp, pp.
 
-    Raises UsageError for a log without these timers, or of another number of devices.
+    Raises UsageError for a log without these timers, of another number of devices, or with times of 0.
     """
     samples = _samples(_text(path))
+    middle: dict[str, list[float]] = {}  # timer -> milliseconds of each device
     for name in _TIMERS:
         if name not in samples:
             raise UsageError(f"{path}: there is no timer {name}; log with --timing-log-level 2 --timing-log-option all")
@@ -48,15 +50,13 @@ def read(path: Path, layout: PlannedLayout) -> list[tuple[tuple[int, ...], float
             raise UsageError(
                 f"{path}: {name} has the times of {len(devices)} ranks, and the job has {layout.world} devices"
             )
+        middle[name] = [median(samples[name][at][len(samples[name][at]) > 1 :]) for at in devices]
+        for at, value in enumerate(middle[name]):
+            if not 0 < value < math.inf:
+                raise UsageError(f"{path}: {name} of rank {at} takes {value:g} ms; a time is above 0 and finite")
     each = layout.world // layout.pp
     times = [
-        [
-            median(
-                median(samples[name][at][len(samples[name][at]) > 1 :]) for at in range(rank * each, (rank + 1) * each)
-            )
-            / (1e3 * layout.m)
-            for name in _TIMERS
-        ]
+        [median(middle[name][rank * each : (rank + 1) * each]) / (1e3 * layout.m) for name in _TIMERS]
         for rank in range(layout.pp)
     ]
     return [(tuple(range(rank, layout.pp * layout.v, layout.pp)), *both) for rank, both in enumerate(times)]  # type: ignore[misc]

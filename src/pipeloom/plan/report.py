@@ -145,13 +145,13 @@ def reason(layout: LayoutCosts | Estimate, best: LayoutCosts, memory: float) -> 
     else:
         peak, seconds, about = layout.peak, layout.step.total, ""
     slower = seconds / best.step.total - 1
-    pace = f"{about}{100 * slower:.1f} % slower" if slower > 0 else f"{about}{-100 * slower:.1f} % faster"
+    pace = f"{about}{100 * abs(slower):.1f} % {'slower' if slower > 0 else 'faster'}"
+    if -0.001 <= slower < 0.0005:
+        pace = f"{about}as fast"
     if peak > memory:
         return f"does not fit: {about}{gib(peak)} GiB, {gib(peak - memory)} too many ({pace})"
-    if isinstance(layout, Estimate):
+    if isinstance(layout, Estimate) or pace == "as fast":
         return pace
-    if -0.001 <= slower <= 0:
-        return "as fast"
     parts, reference, sign = layout.step.parts(), best.step.parts(), 1 if slower > 0 else -1
     name = max(parts, key=lambda each: sign * (parts[each] - reference[each]))
     cause = _CAUSES[name] if slower > 0 else _SAVINGS[name]

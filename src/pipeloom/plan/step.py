@@ -24,6 +24,7 @@ _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
 _TRIES, _WARM_TRIES = 1500, 8  # simulated replicas while a plan is improved
 _TRIES_PER_SEQUENCE = 60  # at most
+_HEATS = (0.0, 0.03)  # shares by which a change may make a step longer at first
 _Batches = tuple[tuple[int, ...], ...]
 
 
@@ -177,7 +178,9 @@ def plan_step(
         raise CapacityError(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
         )
-    return step.improved(best, _TRIES if last is None else _WARM_TRIES)
+    if last is not None:
+        return step.improved(best, _WARM_TRIES)
+    return min((step.improved(best, _TRIES, heat) for heat in _HEATS), key=lambda each: each.makespan)
 
 
 def simple_plans(
@@ -343,17 +346,24 @@ class _StepQuestion:
         times = tuple(self.seconds(batch) for batch in order)
         return ReplicaPlan(tuple(order), tokens, simulate(schedule, replace(shared, microbatch=times)))
 
-    def improved(self, plan: StepPlan, tries: int) -> StepPlan:
-        """The plan after so many random changes of its slowest replica, without those that make it longer."""
-        draw, plans = Random(0), list(plan.replicas)
-        for _ in range(min(tries, _TRIES_PER_SEQUENCE * len(self.lengths))):
+    def improved(self, plan: StepPlan, tries: int, heat: float = 0.0) -> StepPlan:
+        """The shortest plan in so many random changes of the slowest replica, without those that make it too long.
+
+        A change may make it longer by the share `heat` at first, and by less and less (threshold accepting).
+        """
+        draw, plans, best = Random(0), list(plan.replicas), plan
+        tries = min(tries, _TRIES_PER_SEQUENCE * len(self.lengths))
+        for done in range(tries):
             slowest = max(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
             changes = self.changed(draw, plans, slowest)
             runs = {at: self.replica(plan.family, order) for at, order in changes.items()}
             longest = max((math.inf if run is None else run.timeline.makespan for run in runs.values()), default=0.0)
-            if longest <= plans[slowest].timeline.makespan:
+            if longest <= plans[slowest].timeline.makespan * (1 + heat * (1 - done / tries) ** 3):
                 plans = [runs.get(at) or each for at, each in enumerate(plans)]
-        return replace(plan, replicas=tuple(plans), makespan=max(each.timeline.makespan for each in plans))
+                makespan = max(each.timeline.makespan for each in plans)
+                if makespan <= best.makespan:
+                    best = replace(plan, replicas=tuple(plans), makespan=makespan)
+        return best
 
     def changed(self, draw: Random, plans: Sequence[ReplicaPlan], slowest: int) -> dict[int, _Batches]:
         """Replica -> its micro-batches after a random change: one moves or two exchange places; or a sequence moves, to one of

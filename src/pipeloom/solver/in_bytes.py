@@ -12,11 +12,12 @@ from typing import Any
 
 from pipeloom.errors import CapacityError
 from pipeloom.schedule import Costs
+from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import TIME_TOLERANCE, activation_limit
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.memory import per_rank_limits
 from pipeloom.solver.recompute import bound_with_recomputation
-from pipeloom.solver.search import SearchResult, placements_of, search
+from pipeloom.solver.search import SearchResult, fullest, placements_of, search
 
 # Seconds of all searches over cuts without a limit, and into how many each is divided: more reach cuts further away, shorter.
 CUTS_SECONDS, CUTS_SEARCHES = 30.0, 8
@@ -51,11 +52,23 @@ def search_in_bytes(
     for place in places:
         try:
             values, limits = activation_limit(costs, memory, place)
-            results.append(search(ranks, microbatches, values, limits, placement=place, time_limit=share, **options))
-            bounds.append(results[-1].lower_bound)
         except CapacityError as error:
             refusals.append(error)
-            bounds.append(_bound(costs, memory, [place], microbatches, objective))
+            continue
+        try:
+            results.append(search(ranks, microbatches, values, limits, placement=place, time_limit=share, **options))
+            bounds.append(results[-1].lower_bound)
+        except CapacityError:
+            instance = _instance(values, limits, place, microbatches, objective)
+            rank, filled = fullest(instance)
+            refusals.append(
+                CapacityError(
+                    f"memory is {size_words(memory)}; no schedule was found that fits it: beside weights, gradients and what a "
+                    f"backward needs, rank {rank} has {size_words(limits[rank])}, and one micro-batch in all of its stages takes "
+                    f"{size_words(filled * limits[rank])}"
+                )
+            )
+            bounds.append(bound_with_recomputation(instance))
         if results and results[-1].interrupted:
             break
     if not results:
@@ -145,10 +158,14 @@ def _bound(costs: Costs, memory: float, places: Sequence[Sequence[int]], microba
             values, limits = activation_limit(costs, memory, place)
         except CapacityError:
             continue
-        scaled = per_rank_limits(place, values, limits)
-        instance = Instance(place, microbatches, scaled, max(limits), objective)
-        least = min(least, bound_with_recomputation(instance))
+        least = min(least, bound_with_recomputation(_instance(values, limits, place, microbatches, objective)))
     return least
+
+
+def _instance(
+    costs: Costs, limits: Sequence[float], place: tuple[int, ...], microbatches: int, objective: Any
+) -> Instance:
+    return Instance(place, microbatches, per_rank_limits(place, costs, limits), max(limits), objective)
 
 
 def _neighbours(cut: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

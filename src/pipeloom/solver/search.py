@@ -191,7 +191,7 @@ def search(
     ]
     limited = memory is not None and not (pairs or prove)
     recomputes, copies = limited and cost_model.recompute is not None, limited and cost_model.host_bandwidth < math.inf
-    roomy = _roomy(instances, required=not (recomputes or copies))
+    roomy = _roomy(instances, limits, required=not (recomputes or copies))
     _require_plain(cost_model, prove, pairs, overlap_p2p)
     if prove:
         require_solver()
@@ -237,16 +237,21 @@ def _costs_within(limits: Sequence[float], placement: Sequence[int], costs: Cost
     return costs if len(set(limits)) == 1 else per_rank_limits(placement, costs, limits)
 
 
-def _roomy(instances: Sequence[Instance], required: bool) -> list[Instance]:
-    """Return the instances in which one micro-batch at a time fits; raise CapacityError for another if `required`."""
+def _roomy(instances: Sequence[Instance], limits: Sequence[float], required: bool) -> list[Instance]:
+    """Return the instances in which one micro-batch at a time fits; raise CapacityError for another if `required`.
+
+    Raises UsageError for costs of other sizes than an instance.
+    """
     roomy = []
     for instance in instances:
-        try:
-            require_room(instance)
+        instance.costs.check_links(instance.ranks)
+        rank, share = fullest(instance)
+        if (share - 1) * instance.memory_limit <= TIME_TOLERANCE:
             roomy.append(instance)
-        except CapacityError:
-            if required:
-                raise
+        elif required:
+            raise CapacityError(
+                f"memory is {limits[rank]:g}; one micro-batch in all stages of rank {rank} takes {share * limits[rank]:g}"
+            )
     return roomy
 
 
@@ -279,17 +284,15 @@ def microbatch_orders(factors: Sequence[float]) -> list[tuple[int, ...]]:
     return list(orders.values())
 
 
-def require_room(instance: Instance) -> None:
-    """Raise CapacityError if not even one micro-batch at a time fits, and UsageError for costs of other sizes than `instance`."""
-    activation = instance.costs.per_stage("activation", instance.stages)
-    instance.costs.check_links(instance.ranks)
-    largest = max(instance.factors)
-    for rank in range(instance.ranks):
-        least = largest * sum(a for a, home in zip(activation, instance.placement, strict=True) if home == rank)
-        if least > instance.memory_limit + TIME_TOLERANCE:
-            raise CapacityError(
-                f"memory is {instance.memory_limit:g}; one micro-batch in all stages of rank {rank} takes {least:g}"
-            )
+def fullest(instance: Instance) -> tuple[int, float]:
+    """Return the rank whose memory one micro-batch in all of its stages fills most, and the share of it that it fills."""
+    takes = [0.0] * instance.ranks
+    for activation, rank in zip(
+        instance.costs.per_stage("activation", instance.stages), instance.placement, strict=True
+    ):
+        takes[rank] += activation
+    rank = max(range(instance.ranks), key=takes.__getitem__)
+    return rank, max(instance.factors) * takes[rank] / instance.memory_limit
 
 
 def _require_plain(costs: Costs, prove: bool, pairs: bool, overlap_p2p: bool) -> None:

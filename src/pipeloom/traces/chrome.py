@@ -86,15 +86,25 @@ def read(path: Path) -> MeasuredSteps:
 
 
 def _ranks_of_file(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
-    """Return (rank, events) of each process of one file that has an action, or of all where none has."""
-    processes: dict[Any, list[dict[str, Any]]] = {}
+    """Return (rank, events) of each process of one file that has an action, or of all where none has.
+
+    The ranks are those in the names of the processes, or where these name none for each, their places by number.
+    """
+    processes: dict[str, list[dict[str, Any]]] = {}
     trace = _read(path)
     for event in _events_of(trace, path):
         processes.setdefault(str(event.get("pid")), []).append(event)
-    every = [processes[pid] for pid in sorted(processes, key=lambda pid: (len(pid), pid))]
-    with_actions = [events for events in every if _row(events, 0, path).steps]
+    every = sorted(processes, key=lambda pid: (len(pid), pid))
+    with_actions = [pid for pid in every if _row(processes[pid], 0, path).steps]
     _require_all(path, trace, len(with_actions) or 1)
-    return list(enumerate(with_actions or every))
+    named = {
+        str(event.get("pid")): int(number[1])
+        for event in _events_of(trace, path, ("M",))
+        if event.get("name") == "process_name" and (number := _NUMBER.search(str(event.get("args"))))
+    }
+    held = with_actions or every
+    ranks = {named[pid]: processes[pid] for pid in held if pid in named}
+    return sorted(ranks.items()) if len(ranks) == len(held) else [(at, processes[pid]) for at, pid in enumerate(held)]
 
 
 def _ranks_of_folder(folder: Path) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -161,7 +171,7 @@ def _read(path: Path) -> Any:
         raise UsageError(f"cannot read {shortened(str(path))}: {reason_of(error)}") from None
 
 
-def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
+def _events_of(trace: Any, path: Path, phases: tuple[str, ...] = ("X", "C")) -> list[dict[str, Any]]:
     events = trace.get("traceEvents") if isinstance(trace, dict) else trace
     if not isinstance(events, list):
         raise UsageError(f"{path}: traceEvents is not a list")
@@ -173,7 +183,7 @@ def _events_of(trace: Any, path: Path) -> list[dict[str, Any]]:
                 f"{path}: the action {name!r:.60} begins and ends in events of their own (ph {phase!r}); record complete ones "
                 "(ph 'X', with dur)"
             )
-    return [event for event in events if event.get("ph") in ("X", "C")]
+    return [event for event in events if event.get("ph") in phases]
 
 
 def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Row]:
@@ -330,11 +340,21 @@ def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSt
     largest = max(max(action.stage, action.microbatch) for action in actions)
     if largest >= len(actions):
         raise ScheduleError(f"{path}: {len(actions)} actions do not name a valid stage or micro-batch {largest}")
-    placement = [0] * (1 + max(action.stage for action in actions))
-    for at, row in enumerate(rows):
-        for event in row.steps[-1]:
-            for action in parts(event.cell):
-                placement[action.stage] = at
+    home = {
+        action.stage: at
+        for at, row in enumerate(rows)
+        for step in row.steps
+        for event in step
+        for action in parts(event.cell)
+    }
+    placement = [home.get(stage, -1) for stage in range(1 + max(home))]
+    if -1 in placement:
+        ranks = [row.rank for row in rows]
+        absent = [rank for rank in range(max(ranks)) if rank not in ranks]
+        raise UsageError(
+            f"{path} has ranks {', '.join(map(str, ranks))}, and none has an action of stage {placement.index(-1)}"
+            + (f": rank {absent[0]} is missing" if absent else "; give the traces of all ranks")
+        )
     count = max(len(row.steps) for row in rows)
     timelines: list[Timeline] = []
     reason: ScheduleError | None = None

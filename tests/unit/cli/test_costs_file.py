@@ -106,6 +106,18 @@ def test_each_placement_has_the_limit_of_its_own_ranks():
         search_in_bytes(2, 4, costs, 10 * GIB, placement="vee", iterations=20)
 
 
+def test_a_refusal_names_the_limit_in_bytes_and_the_fullest_rank():
+    costs = replace(
+        COSTS,
+        bytes={"saved": (GIB, 2.0 * GIB, GIB, GIB), "input_grad": GIB / 2, "params": (GIB, 4.0 * GIB, 2.0 * GIB, GIB)},
+    )
+    words = r"memory is 6 GiB; .* rank 1 has 1\.5 GiB, and one micro-batch in all of its stages takes 2 GiB$"
+    with pytest.raises(CapacityError, match=words):
+        search_in_bytes(4, 4, costs, 6 * GIB, placement="linear", iterations=20)
+    found = search_in_bytes(4, 4, costs, 6.5 * GIB, placement="linear", iterations=20)
+    assert max(found.timeline.peak_bytes["device"]) == 6.5 * GIB
+
+
 def test_a_search_stays_below_a_limit_in_bytes(capsys, costs_file):
     words = ("search", "--ranks", "3", "--microbatches", "6", "--iterations", "300", "--costs", costs_file)
     found = json.loads(run(capsys, *words, "--memory", "12GiB", "--json"))

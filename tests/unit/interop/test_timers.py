@@ -66,6 +66,11 @@ def test_other_logs_are_refused_in_a_sentence(tmp_path: Path) -> None:
     path.write_text(log([[(1.0, 2.0)] * 4]).replace("backward-compute", "backward"))
     with pytest.raises(UsageError, match="there is no timer backward-compute; log with --timing-log-level 2"):
         timers.read(path, layout)
+    path.write_text(log([[(1.0, 2.0)] * 3 + [(1.0, 0.0)]]))
+    with pytest.raises(
+        UsageError, match=r"train\.log: backward-compute of rank 3 takes 0 ms; a time is above 0 and fin"
+    ):
+        timers.read(path, layout)
     path.write_text("nothing\n")
     with pytest.raises(UsageError, match="there is no timer forward-compute"):
         timers.read(path, layout)

@@ -396,6 +396,19 @@ def test_a_reason_names_the_missing_memory():
     assert rough.endswith("(about 100.0 % slower)")
 
 
+@pytest.mark.parametrize(
+    ("share", "words"), [(1.0004, "as fast"), (0.9998, "as fast"), (1.0006, "0.1 % slower"), (0.998, "0.2 % faster")]
+)
+def test_a_step_of_the_same_length_is_as_fast(share: float, words: str) -> None:
+    best = planner().predict(PlannedLayout(dp=8, m=8, seq=8192, recompute="full"))
+    rough = Estimate(best.layout, best.peak, share * best.step.total)
+    assert reason(rough, best, H100.memory) == f"about {words}"
+    assert reason(rough, best, best.peak / 2).endswith(f" too many (about {words})")
+    step = replace(best.step, compute=best.step.compute + (share - 1) * best.step.total)
+    said, colon, _ = reason(replace(best, step=step), best, H100.memory).partition(": ")
+    assert (said, bool(colon)) == (words, "%" in words)
+
+
 def test_small_models_need_no_pipeline_and_large_ones_do():
     large = load_device("h200")
     asked = PlanRequest(8, large.memory, 1024, 4096, OFFERED["megatron"])

@@ -12,6 +12,7 @@ import pytest
 
 import pipeloom as pl
 from pipeloom.errors import CapacityError, UsageError
+from pipeloom.plan import step
 from pipeloom.plan.step import SequenceTime, StepPlan, plan_step
 from pipeloom.schedule.families import build
 
@@ -225,3 +226,17 @@ def test_replicas_exchange_sequences() -> None:
     """The longest first, each to the replica with the least, would make 7 and 5 tokens of these."""
     plan = plan_step([3, 3, 2, 2, 2], 1, 2, tokens=10, families=[("1f1b", 1)])
     assert plan.makespan == 3 * 6
+
+
+ANSWERS = [806, 659, 188, 122, 239, 181, 702, 140, 210, 362, 1053, 228]
+
+
+@pytest.mark.parametrize(("lengths", "heat"), [(ANSWERS, 0.0), (lengths_of(10, 1.5, 8192, 3), 0.03)])
+def test_changes_are_tried_with_and_without_longer_steps_on_the_way(
+    lengths: list[int], heat: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where changes that only shorten end early, and where others lead away: each alone takes longer than both."""
+    both = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
+    monkeypatch.setattr(step, "_HEATS", (heat,))
+    alone = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
+    assert both.makespan < 0.99 * alone.makespan

@@ -285,6 +285,21 @@ def test_a_pipeline_without_the_trace_of_a_process_is_refused(tmp_path: Path) ->
         load(folder_of(tmp_path / "odd", {"a.json": kineto(-1, alone), "b.json": kineto(1, SECOND)}))
 
 
+def test_a_rank_that_a_trace_lacks_is_named(tmp_path: Path) -> None:
+    path, events = tmp_path / "trace.json", pl.draw.trace(_simulated("1f1b", 4, 8))["traceEvents"]
+    path.write_text(json.dumps({"traceEvents": [event for event in events if event.get("pid") != 2]}))
+    with pytest.raises(
+        UsageError, match=r"json has ranks 0, 1, 3, and none has an action of stage 2: rank 2 is missing$"
+    ):
+        load(path)
+    unnamed = [event for event in events if event["ph"] == "X" and event["pid"] != 2]
+    path.write_text(json.dumps({"traceEvents": unnamed}))
+    with pytest.raises(
+        UsageError, match="has ranks 0, 1, 2, and none has an action of stage 2; give the traces of all"
+    ):
+        load(path)
+
+
 def test_folders_that_hold_no_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PipeloomError, match="half holds the traces of 1 of 2 processes"):
         load(folder_of(tmp_path / "half", {"rank1.json": kineto(1, SECOND)}))

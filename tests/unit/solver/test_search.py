@@ -181,6 +181,11 @@ def test_an_interrupt_keeps_the_best() -> None:
         ({"memory": 0}, UsageError, "memory is 0"),
         ({"memory": 0.5}, CapacityError, "takes 1"),
         ({"memory": 1, "chunks": 2}, CapacityError, "takes 2"),
+        (
+            {"memory": [3, 4, 0.5, 0.8]},
+            CapacityError,
+            r"memory is 0\.5; one micro-batch in all stages of rank 2 takes 1$",
+        ),
         ({"placement": "lop"}, UsageError, "did you mean 'loop'"),
         ({"placement": [0, 1, 2]}, UsageError, "without a stage"),
         ({"placement": [0, 1, 2, 7]}, UsageError, "names rank 7"),
