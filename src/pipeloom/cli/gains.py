@@ -177,11 +177,10 @@ def gain_of(job: Job, device: Device, *, axes: bool = True, times: Callable[[Job
     if job.ours is not None:
         config = job.ours.config
         runtime = runtime_of(config, None if config.train.device == "cpu" else device)
-    planner = Planner(job.shape, device, replace(runtime, sequence=job.sequence))
-    space = Neighbourhood(planner, device.memory, axes)
+    space = Neighbourhood(Planner(job.shape, device, runtime), device.memory, axes)
     try:
         if times is not None:
-            space = replace(space, planner=space.planner.calibrated(job.layout, times(job)))
+            space = replace(space, planner=space.planner_of(job).calibrated(job.layout, times(job)))
         return JobGain(space, space.run(job), LEAST_MEASURED if times is not None else least_gain(job.system))
     except UsageError as error:
         raise UsageError("; ".join([*_refused(job), str(error)])) from None
@@ -203,14 +202,9 @@ def notes(job: Job) -> list[str]:
         *(
             f"{key} = {toml_value(value)} is not in the prediction"
             for key, value in unheld(job).items()
-            if _shapes(key)
+            if key.startswith(("model.", "parallel.", "schedule."))  # the runtime has what matters of the others
         ),
     ]
-
-
-def _shapes(key: str) -> bool:
-    """Return whether a key of our configuration, which no field of a job holds, may change the time or memory of a step."""
-    return key.startswith(("model.", "parallel.", "schedule."))
 
 
 def _refused(job: Job) -> list[str]:

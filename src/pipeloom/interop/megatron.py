@@ -62,10 +62,10 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             num-virtual-stages-per-pipeline-rank decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers
             microbatch-group-size-per-virtual-pipeline-stage recompute-num-layers zero-stage world-size""",
         float: """rotary-base norm-epsilon moe-aux-loss-coeff moe-z-loss-coeff mtp-loss-scaling-factor hidden-dropout
-            moe-expert-capacity-factor activation-offload-fraction lr""",
+            moe-expert-capacity-factor activation-offload-fraction attention-dropout lr""",
         str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
-            data-parallel-sharding-strategy moe-flex-dispatcher-backend optimizer""",
+            data-parallel-sharding-strategy moe-flex-dispatcher-backend""",
         bool: """bf16 fp16 group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
             moe-pad-expert-input-to-capacity
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
@@ -82,24 +82,38 @@ _OLDER = {
     "activations-checkpoint-method": "recompute-method", "activations-checkpoint-num-layers": "recompute-num-layers",
     "checkpoint-num-layers": "recompute-num-layers",
 }  # fmt: skip
-# Flags that change neither sizes nor time nor memory by more than their own small tensors.
+# Flags of what a model computes, or of what a step costs, that are neither written nor predicted.
+_LOST = """
+    apply-layernorm-1p fp8-param-gather moe-router-enable-expert-bias moe-router-force-load-balancing
+    moe-router-topk-scaling-factor mscale* no-bias-* no-gradient-accumulation-fusion no-rope-fusion openai-gelu rope-scal*
+    rotary-scal* rotary-seq-len-interpolation-factor spec use-precision-aware-optimizer use-rope-scaling use-tp-pp-dp-mapping
+"""
+_FUSED = "fused attention, which keeps no scores,"
+# Flag -> the values that it is read with, and what is read in place of others.
+_READ_AS = {
+    "fp16": ("", "bf16"), "fp8-format": ("hybrid", "hybrid"), "optimizer": ("adam", "the state of adam"),
+    "position-embedding-type": ("rope learned_absolute", "rope"), "rotary-percent": ("1 1.0", "1.0"),
+    "attention-backend": ("auto flash fused", _FUSED), "moe-router-load-balancing-type": ("aux_loss", "aux_loss"),
+    "transformer-impl": ("transformer_engine", _FUSED),
+}  # fmt: skip
+# Flags of data, logs, checkpoints, the optimizer's rates and kernels: neither sizes, nor what the model computes, nor time and
+# memory by more than their own small tensors.
 _HARMLESS = """
     *-ckpt* *-data-args-path *-data-path *-random-seed *-straggler* accumulate-allreduce-grads-in-fp32 adam-*
-    apply-layernorm-1p async-save attention-backend attention-dropout attention-softmax-in-fp32 bert-* beta-* bias-*
+    async-save attention-softmax-in-fp32 bert-* beta-* bias-*
     calculate-per-token-loss clip-grad cross-entropy-* data-* dataloader-type ddp-* decoupled-*
     deepspeed-activation-checkpointing dist-* distributed-* empty-unused-memory-level enable-experimental end-weight-decay
-    eod-* eval-* exit-* finetune fp8-amax-* fp8-interval fp8-margin fp8-param-gather
+    eod-* eval-* exit-* finetune fp8-amax-* fp8-interval fp8-margin
     gradient-accumulation-fusion high-priority-* init-* initial-* load load-* log-* logging-level lr-* manual-gc*
     min-lr mock-data moe-grouped-gemm moe-per-layer-logging moe-permute-fusion moe-router-bias-update-rate
-    moe-router-dtype moe-router-enable-expert-bias moe-router-force-load-balancing moe-router-fusion
-    moe-router-load-balancing-type moe-router-topk-scaling-factor mscale* nccl-* no-async-* no-bias-* no-check-for-nan*
-    no-create-attention-mask-in-dataloader no-gradient-accumulation-fusion no-initialization no-load-*
-    no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-rope-fusion no-save-*
-    num-dataset-builder-threads num-workers openai-gelu override-opt* per-split-data-args-path profile* rerun-* reset-*
-    rope-scal* rotary-percent rotary-scal* rotary-seq-len-interpolation-factor save save-* seed sft spec
+    moe-router-dtype moe-router-fusion nccl-* no-async-* no-check-for-nan*
+    no-create-attention-mask-in-dataloader no-initialization no-load-*
+    no-masked-softmax-fusion no-mmap-bin-files no-persist-layer-norm no-position-embedding no-save-*
+    num-dataset-builder-threads num-workers override-opt* per-split-data-args-path profile* rerun-* reset-*
+    save save-* seed sft
     split start-weight-decay te-rng-tracker tensorboard-* test-mode tiktoken-* timing-* tokenizer-* tp-comm-overlap-*
-    train-iters train-samples transformer-impl use-checkpoint-opt* use-flash-attn use-mcore-models
-    use-precision-aware-optimizer use-pytorch-profiler use-rope-scaling use-tp-pp-dp-mapping vocab-file wandb-* weight-decay*
+    train-iters train-samples use-checkpoint-opt* use-flash-attn use-mcore-models
+    use-pytorch-profiler vocab-file wandb-* weight-decay*
 """
 PART_MODULES = {
     "norms": "layernorm", "attention": "core_attn", "activation": "moe_act", "mlp": "mlp", "experts": "moe",
@@ -155,10 +169,17 @@ def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
         name = flag.replace("_", "-")
         name = _OLDER.get(name, name)
         kind = _KINDS.get(name)
+        value = " ".join(given[:1])
+        held, instead = _READ_AS.get(name, (value, ""))
+        if name in _READ_AS and value not in held.split():
+            unknown.append(f"{f'--{flag} {value:.60}'.strip()}: {instead} is read")
+        elif _matches(name, _LOST):
+            unknown.append(f"{f'--{flag} {value:.60}'.strip()}: it is neither written nor predicted")
+        elif kind is None and name not in _READ_AS and not _matches(name, _HARMLESS):
+            unknown.append(not_known(f"--{flag}", name, _KINDS))
         if kind is None:
-            if not any(fnmatch(name, pattern) for pattern in _HARMLESS.split()):
-                unknown.append(not_known(f"--{flag}", name, _KINDS))
-        elif kind is bool:
+            continue
+        if kind is bool:
             values[name] = True
         elif not given:
             raise UsageError(f"megatron: --{flag} has no value")
@@ -168,6 +189,10 @@ def _values(command: Command) -> tuple[dict[str, Any], list[str]]:
         else:
             values[name] = given if kind is list else _converted(flag, kind, given[0])
     return values, unknown
+
+
+def _matches(name: str, patterns: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns.split())
 
 
 def _converted(flag: str, kind: type, text: str) -> Any:
@@ -283,11 +308,6 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     gated = get("swiglu") and get("normalization") != "RMSNorm"
     unknown += ["LayerNorm beside --swiglu is read as RMSNorm, without its bias"] * bool(gated)
     unknown += ["--use-checkpoint-args: sizes of the checkpoint would replace these"] * bool(get("use-checkpoint-args"))
-    unknown += [
-        f"--optimizer {name}: the state of adam is read" for name in [get("optimizer")] if name not in (None, "adam")
-    ]
-    position = get("position-embedding-type") or "rope"
-    unknown += [f"--position-embedding-type {position}: rope is read"] * (position not in ("rope", "learned_absolute"))
     unknown += ["neither --bf16 nor --fp16 is given: 16 bits are read"] * (not get("bf16") and not get("fp16"))
     unknown += ["--rampup-batch-size: steps behind the ramp are read"] * bool(get("rampup-batch-size"))
     options = [name for name, flag in _SWITCHES.items() if get(flag)]
@@ -319,6 +339,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
         context="+".join(get("cp-comm-type") or ()) if cp > 1 else "",
         dispatcher="deepep" if deepep else get("moe-token-dispatcher-type") or "",
         sequence=bool(get("sequence-parallel")),
+        attention_dropout=get("attention-dropout", 0.1) or 0.0,
         rate=max(0.0, get("lr") or 0.0),
         unknown=tuple(unknown),
     )  # fmt: skip
@@ -396,6 +417,7 @@ def write(job: Job) -> str:
     flags: dict[str, object] = {} if shape is None else _model_flags(shape, layout.seq)
     flags |= {flag: getattr(layout, field) for flag, field in _AXES}
     flags |= {"global-batch-size": layout.sequences, "sequence-parallel": job.sequence and layout.tp > 1, "bf16": True}
+    flags["attention-dropout"] = job.attention_dropout
     if layout.etp:
         flags["expert-tensor-parallel-size"] = layout.etp
     if layout.zero == 1:
@@ -448,7 +470,6 @@ def _model_flags(shape: DecoderShape, seq: int) -> dict[str, object]:
         "normalization": "RMSNorm" if shape.gated else "LayerNorm",
         "position-embedding-type": "learned_absolute" if shape.n_positions else "rope",
         "max-position-embeddings": shape.n_positions or seq,
-        "attention-dropout": 0.0,
     }
     if shape.num_experts:
         freq = shape.moe_layer_freq
@@ -492,7 +513,9 @@ def _refused_schedules(job: Job) -> list[_Row]:
     p, m, group = layout.pp, layout.m, layout.group or layout.pp
     looped, rest = layout.v > 1, m % group
     family = layout.schedule if p > 1 else "1f1b"
-    experts = (layout.etp or layout.tp) * layout.ep * p
+    etp, spread = layout.etp or layout.tp, layout.world // p
+    experts = etp * layout.ep * p
+    near = f"ep={math.gcd(spread // math.gcd(spread, etp), layout.ep)}" if spread % layout.ep else "etp=1"
     return [
         (family not in _FAMILIES, f"there is no schedule {family!r:.60}", _SCHEDULES, "interleaved"),
         (family == "1f1b" and looped, f"1f1b has one chunk, not {layout.v}", _SCHEDULES, "schedule=interleaved"),
@@ -504,7 +527,7 @@ def _refused_schedules(job: Job) -> list[_Row]:
         (looped and m >= p and 0 < rest < p, f"m={m} leaves {rest} micro-batches over groups of {group}, fewer than the ranks",
          _SCHEDULES, f"m={max(group, m - rest)}"),
         (layout.world % experts > 0, f"etp x ep x pp = {experts} does not divide {layout.world} devices", "parallel_state.py",
-         "etp=1"),
+         near),
     ]  # fmt: skip
 
 

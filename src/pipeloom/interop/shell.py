@@ -84,9 +84,12 @@ def best_command(text: str, system: str, known: Callable[[str], bool]) -> Comman
     lines = re.sub(r"^[ \t]*#[^\n]*", "", text, flags=re.MULTILINE)
     commands = commands_of(lines.replace("\n", " ") if lines.lstrip().startswith("--") else text)
 
-    best = max(commands, key=lambda each: sum(map(known, each.words)), default=None)
-    if best is not None and any(map(known, best.words)):
-        return best
+    counts = {each: sum(map(known, each.words)) for each in commands}
+    best = max(counts, key=lambda each: counts[each], default=None)
+    if best is not None and counts[best]:
+        jobs = len({each.words for each, count in counts.items() if 2 * count >= counts[best]})
+        more = [f"the text starts {jobs} jobs: the one with the most flags is read, or the first of them"] * (jobs > 1)
+        return replace(best, unresolved=(*best.unresolved, *more))
     starts = [each for each in commands if {*_PASS_ON, "torchrun", "python"} & {*each.words}] or commands
     near = max(starts, key=lambda each: len(each.words), default=Command((), ()))
     words = f"; nearest: `{' '.join(near.words):.120}`" if near.words else ""
@@ -135,6 +138,7 @@ class _Script:
     returned: Truth = False  # whether the function has ended
     exited: bool = False
     ending: str = ""  # the doubt whether what follows runs
+    place: str = "under a condition, which is not evaluated"  # of what may not run
 
     @property
     def here(self) -> str:
@@ -261,7 +265,9 @@ class _Script:
                 self.at += 1
             self.run(False, "do")
         self._passed("do")
+        place, self.place = self.place, "in a loop, which is not unrolled"
         self.run(_both(runs, goes), "done")
+        self.place = place
         self._passed("done")
 
     def _case(self, runs: Truth, _: str) -> None:
@@ -441,7 +447,7 @@ class _Script:
         if words[0] == "local":
             self.locals |= self._states(names)
         for name in names if "-f" not in words else ():
-            doubt = f"{name} is unset under a condition, which is not evaluated"
+            doubt = f"{name} is unset {self.place}"
             self._restore({name: (None, None) if runs else (self.values.get(name), doubt)})
 
     def _states(self, names: Iterable[str]) -> _States:
@@ -504,7 +510,7 @@ class _Script:
             missing.append(f"line {self.line}: {name} is longer than {_LONGEST:,} characters")
             value = ""
         if runs is None:
-            self.doubts[name] = f"line {self.line}: {name} is set under a condition, which is not evaluated"
+            self.doubts[name] = f"line {self.line}: {name} is set {self.place}"
         elif missing:
             self.doubts[name] = missing[0]
         elif not adds:

@@ -33,6 +33,7 @@ class Job:
         context: how context parallelism exchanges keys and values, in Megatron's words joined by "+"; "": the system's choice.
         dispatcher: how tokens travel to their experts: "allgather", "alltoall", "flex" or "deepep"; "": the system's choice.
         sequence: tp divides the activations outside of products too, by tokens (sequence parallelism).
+        attention_dropout: the share of attention's probabilities that are dropped.
         rate: of learning; 0: the words do not say it. Only our own trainer's configuration is written with one.
         unknown: words that were not understood, and values that only a run would tell.
         system: whose words they are; "": nobody's.
@@ -48,6 +49,7 @@ class Job:
     context: str = ""
     dispatcher: str = ""
     sequence: bool = True
+    attention_dropout: float = 0.0
     rate: float = field(default=0.0, compare=False)
     unknown: tuple[str, ...] = field(default=(), compare=False)
     system: str = field(default="", compare=False)

@@ -51,15 +51,15 @@ STAGES = {
     "automodel_older.yaml": (7, *(6,) * 6, 7),
 }
 UNKNOWN = {
-    "deepseek_v3.sh": {"$SLURM_JOB_ID"},
+    "deepseek_v3.sh": {"$SLURM_JOB_ID", "--moe-router-enable-expert-bias: it is neither written nor predicted"},
     "mixtral_srun.sh": {"$HOSTNAME", "$TOKENIZER_MODEL", "ARGS is set under a condition"},
-    "gpt3_175b.sh": {"$1", "$2"},
+    "gpt3_175b.sh": {"$1", "$2", "--fp16: bf16 is read"},
     "torchtitan_llama3.sh": {"the arguments of the script, $@"},
     "torchtitan_2025.toml": {"a TOML of before February 2026", "'selective' keeps the outputs of chosen operations"},
     "automodel_llama.yaml": {"the number of devices is not in the text", "gradients of 4 passes"},
     "automodel_moe.yaml": {"gradients of 2 passes"},
     "slurm_sizes.sh": {"--optimizer lion: the state of adam is read"},
-    "deepspeed_older.sh": {"$(pwd)", "--deepspeed_config is not known", "alibi: rope is read"},
+    "deepspeed_older.sh": {"$(pwd)", "--deepspeed_config is not known", "alibi: rope is read", "--fp16: bf16 is read"},
     "megatron_table.yaml": {"one replica is assumed"},
     "automodel_older.yaml": {"common is not known", "tokens is not known", "gradients of 4 passes"},
 }
@@ -181,6 +181,15 @@ def read_text(text: str, tmp_path: Path) -> Job:
     [
         ("--position-embedding-type alibi", "--position-embedding-type alibi: rope is read"),
         ("--optimizer sgd", "--optimizer sgd: the state of adam is read"),
+        ("--fp16", "--fp16: bf16 is read"),
+        ("--fp8-format e4m3", "--fp8-format e4m3: hybrid is read"),
+        ("--rotary-percent 0.5", "--rotary-percent 0.5: 1.0 is read"),
+        ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn: aux_loss is read"),
+        ("--attention-backend unfused", "--attention-backend unfused: fused attention, which keeps no scores, is read"),
+        ("--transformer-impl local", "--transformer-impl local: fused attention, which keeps no scores, is read"),
+        ("--use-rope-scaling", "--use-rope-scaling: it is neither written nor predicted"),
+        ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping: it is neither written nor predicted"),
+        ("--no-bias-swiglu-fusion", "--no-bias-swiglu-fusion: it is neither written nor predicted"),
         ("--use-checkpoint-args", "sizes of the checkpoint would replace these"),
         ("--mtp-num-layers $AHEAD", "--mtp-num-layers $AHEAD: its value is not in the text"),
     ],
@@ -188,6 +197,41 @@ def read_text(text: str, tmp_path: Path) -> Job:
 def test_a_value_that_is_read_as_another_is_listed(flags: str, sentence: str, tmp_path: Path) -> None:
     job = read_text((FOLDER / "flags.txt").read_text().strip() + f" {flags}\n", tmp_path)
     assert any(sentence in each for each in job.unknown)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--fp8-format hybrid",
+        "--rotary-percent 1.0",
+        "--attention-backend flash",
+        "--transformer-impl transformer_engine",
+    ],
+)
+def test_a_value_that_is_written_too_is_not_listed(flags: str, tmp_path: Path) -> None:
+    assert read_text((FOLDER / "flags.txt").read_text().strip() + f" {flags}\n", tmp_path).unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"), [("", 0.1), (" --attention-dropout 0.2", 0.2), (" --attention-dropout 0", 0.0)]
+)
+def test_the_dropout_of_attention_is_kept_or_named(flags: str, share: float, tmp_path: Path) -> None:
+    job = read_text(
+        re.sub(r" --attention-dropout \S+", "", (FOLDER / "flags.txt").read_text()).strip() + flags, tmp_path
+    )
+    assert f"--attention-dropout {share} " in translated(job, "megatron")[0]
+    lost = f"attention_dropout={share}: automodel has no word for it"
+    assert bool(share) == any(each.startswith(lost) for each in translated(job, "automodel")[1])
+
+
+def test_a_text_that_starts_two_jobs_says_which_is_read(tmp_path: Path) -> None:
+    line = "torchrun --nproc_per_node 8 pretrain_gpt.py " + " ".join((FOLDER / "flags.txt").read_text().split())
+    job = read_text(f"{line}\n{line} --seq-length 2048\n{line}\n", tmp_path)
+    assert job.layout.seq == 2048
+    assert job.unknown == ("the text starts 2 jobs: the one with the most flags is read, or the first of them",)
+    tokenizer = "python preprocess_data.py --tokenizer-type GPT2BPETokenizer --merge-file a --seq-length 8192"
+    assert read_text(f"{tokenizer}\n{line}\n", tmp_path).unknown == ()
 
 
 def test_a_length_that_is_not_in_the_text_is_that_of_the_positions(tmp_path: Path) -> None:

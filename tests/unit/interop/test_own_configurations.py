@@ -84,6 +84,7 @@ def test_a_file_that_extends_another_is_written_whole(tmp_path: Path) -> None:
     path.write_text('extends = "base.toml"\ntrain.steps = 80\n[parallel]\nzero = 3\nunshard_slots = 3\n')
     again.write_text(translated(read_job(str(path)), "pipeloom")[0])
     assert config_of(again) == config_of(path)
+    assert "shard" not in again.read_text().replace("unshard_slots", "")
     path.write_text('extends = "tiny"\ntrain.steps = 80\n[parallel]\ndp = 1\n')
     again.write_text(translated(read_job(str(path)), "pipeloom")[0])
     assert config_of(again) == config_of(path)

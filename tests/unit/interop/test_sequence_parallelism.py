@@ -11,6 +11,7 @@ from pipeloom.interop.gain import changed_flags
 from pipeloom.interop.systems import SYSTEMS, read_job, translated
 from pipeloom.plan import load_device
 from pipeloom.plan.job import Job, normal
+from pipeloom.schedule.costs import StageCosts
 
 FLAGS = """torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu
 --ffn-hidden-size 14336 --vocab-size 128256 --seq-length 4096 --global-batch-size 8 --normalization RMSNorm --bf16
@@ -71,6 +72,16 @@ def test_without_it_a_job_needs_more_memory_and_is_offered_it(system: str, tmp_p
     assert near.prediction.peak == divided.now.prediction.peak
     assert len(changed_flags(without.now.job, near.job)) == 1
     assert all(run.job.sequence for run in divided.neighbours)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_measured_times_are_compared_with_those_of_the_job_as_it_runs(at: int, tmp_path: Path) -> None:
+    job = jobs_of("megatron", tmp_path)[at]
+    gain = gain_of(job, load_device("b300"))
+    costs = StageCosts(gain.space.planner_of(job).stage_costs(job.layout), 1)
+    measured = [((0,), costs.forward[0], costs.backward[0])]
+    factors = gain_of(job, load_device("b300"), times=lambda _: measured).space.planner.factors
+    assert factors[1] == pytest.approx((1.0, 1.0))
 
 
 def test_what_a_block_keeps_outside_of_products_is_whole_without_it(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
             "line 3: TP is set under a condition, which is not evaluated",
         ),
         ("for N in 1 2; do launch $N; done", "$N", "line 1: $N is that of a loop"),
+        ("A=1\nfor N in 1 2; do A=2; done\nlaunch $A", "1", "line 2: A is set in a loop, which is not unrolled"),
+        ("for N in 1; do :; done\n[ $U ] && A=2\nlaunch $A", "2", "line 2: A is set under a condition"),
         ("X=$((A*2))\nlaunch $X", "$((A*2))", "$A, which the script does not set"),
         ("launch ${A%x}", "${A%x}", "${A%x}"),
         ("P=2.5\nlaunch $((P/4))", "$((P/4))", "$((P/4))"),

@@ -45,7 +45,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ("dp=2,m=4,zero=0", {"options": ("overlap_grads", "overlap_params")}, "needs the distributed optimizer", "zero=1"),
     ("m=4,offload=attn_proj", {}, "attn_proj goes to the host with core_attn alone", "offload=attn_proj+core_attn"),
     ("m=4,recompute=norms", {"fp8": "delayed"}, "delayed scaling does not recompute norms", "recompute=attention"),
-    ("tp=2,dp=2,ep=8,etp=2,m=4", {}, "etp x ep x pp = 16 does not divide 4 devices (parallel_state.py)", "etp=1"),
+    ("tp=2,dp=2,ep=4,etp=2,m=4", {}, "etp x ep x pp = 8 does not divide 4 devices (parallel_state.py)", "etp=1"),
+    ("tp=2,dp=2,ep=8,etp=2,m=4", {}, "etp x ep x pp = 16 does not divide 4 devices", "ep=2"),
     (
         "tp=2,m=4",
         {"sequence": False},
@@ -58,6 +59,8 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
         "exchanges needs sequence parallelism (arguments.py)",
         "--sequence-parallel",
     ),
+    ("pp=4,dp=2,ep=8,m=4", {}, "etp x ep x pp = 32 does not divide 8 devices", "ep=2"),
+    ("tp=2,dp=3,ep=4,etp=2,m=4", {}, "etp x ep x pp = 8 does not divide 6 devices", "ep=1"),
     ("tp=3,m=4", {}, "tp=3 does not divide the 32 heads", "tp=1"),
     ("dp=3,ep=3,m=4", {}, "ep=3 does not divide the 128 experts", "ep=1"),
     ("m=4,recompute=latent_up", {}, "latent_up needs latent attention", "recompute=attention"),
