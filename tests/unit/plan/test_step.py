@@ -240,3 +240,12 @@ def test_changes_are_tried_with_and_without_longer_steps_on_the_way(
     monkeypatch.setattr(step, "_HEATS", (heat,))
     alone = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
     assert both.makespan < 0.99 * alone.makespan
+
+
+def test_a_longer_step_on_the_way_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for tries in (0, 12):
+        monkeypatch.setattr(step, "_TRIES", tries)
+        monkeypatch.setattr(step, "_HEATS", (9.0,))
+        plans.append(plan_step(ANSWERS, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)]))
+    assert plans[1].makespan <= plans[0].makespan
