@@ -53,14 +53,18 @@ TESTS = {
     ),
     "runtime.executor": (
         "unit/runtime/test_families.py",
-        "unit/runtime/test_offload_actions.py",
         "unit/runtime/test_overlap_order.py",
         "unit/runtime/test_stats.py",
         "dist/runtime/test_executed_order.py",
+        "dist/runtime/test_early_reduction.py",
+        "dist/runtime/test_pipeline.py",
+        "dist/train/test_weight_gathers.py",
+        "dist/runtime/test_stage_shards.py",
         "dist/runtime/test_checksums.py",
+        "e2e/runtime/test_register_kind.py",
+        "unit/runtime/test_offload_actions.py",
         "dist/runtime/test_exposed.py",
         "dist/runtime/test_failures_beside.py",
-        "dist/runtime/test_stage_shards.py",
     ),
     "runtime.actions.compute": (
         "unit/runtime/test_families.py",
@@ -182,7 +186,7 @@ def main() -> int:
     for row, verdict, seconds, _ in chosen.run_all(rows, options.jobs):
         seen = verdict != "survived"
         found.setdefault(row.title.partition(":")[0], []).append(seen)
-        print(f"{'found   ' if seen else 'SURVIVED'} {seconds:5.1f} s  {row.title}", flush=True)
+        print(f"{verdict if seen else 'SURVIVED':8} {seconds:5.1f} s  {row.title}", flush=True)
     for module, verdicts in found.items():
         print(f"{module:20} {sum(verdicts):4} of {len(verdicts):4} found, {100 * sum(verdicts) / len(verdicts):.0f} %")
     print(f"{time.monotonic() - begun:.0f} s")

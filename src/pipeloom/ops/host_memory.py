@@ -87,6 +87,14 @@ class HostCopy:
         self._note()
         return tensor
 
+    def move_back(self, computing: torch.cuda.Stream | None) -> Tensor:
+        """Return a copy on the device for the stream `computing`, and let other copies use the memory once it has been made."""
+        tensor = self.read()
+        self.free()
+        if computing is not None:
+            tensor.record_stream(computing)
+        return tensor
+
     def add(self, other: Tensor) -> None:
         """Add a tensor of the device to it."""
         if self._device.type == "cpu":

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import ceil
 from typing import Any
 
 import torch
@@ -144,9 +145,9 @@ class Executor:
     specs: ShapeCache
     communications: CommStream
     clock: HostClock | DeviceClock
-    checksums: bool = False
-    vocabulary: SpreadVocabulary | None = None
-    signals: Any = None
+    checksums: bool
+    vocabulary: SpreadVocabulary | None
+    signals: Any
 
     # -- a run, instruction by instruction -------------------------------------------------------------------------------
 
@@ -165,7 +166,7 @@ class Executor:
         """Count waits inside layers as those of this rank from now on; another rank of this thread may have run."""
         report_standstills_to(self.communications.standing_still)
 
-    def begin(self, batch: Microbatches, keep_outputs: bool = False) -> None:
+    def begin(self, batch: Microbatches, keep_outputs: bool) -> None:
         """Start a run: discard what an earlier one left, and open the first receives."""
         weighed = zip(batch.targets, batch.shares, strict=True)
         losses = [None if keep_outputs else MicrobatchLoss(self.loss, *each) for each in weighed]
@@ -184,8 +185,8 @@ class Executor:
         self.clock.begin()
         self.resume()
         # Of program entries: marks of the clock, and for an interleaved pair the forward's share of its time.
-        self._starts: list[Any] = [0.0] * len(instructions)
-        self._ends: list[Any] = [0.0] * len(instructions)
+        self._starts: list[Any] = [None] * len(instructions)
+        self._ends: list[Any] = [None] * len(instructions)
         self._forward_shares: dict[int, float] = {}
         # Of a program with several queues: the ends of its entries, and those of other queues that have been issued.
         self._ended: list[Future[None]] = [Future() for _ in instructions] if self.program.has_queues else []
@@ -352,7 +353,8 @@ class Executor:
             self.hooks.status.wait_between("its GPU")  # the host's clock needs no conversion
             result = self.step.result
             result.exposed = self.communications.exposed()
-            result.peak_alive = max(accumulate(self.step.alive_changes), default=0)
+            # A micro-batch of which a part is there counts whole.
+            result.peak_alive = ceil(max(accumulate(self.step.alive_changes), default=0) - 1e-9)
             result.starts, result.ends = starts, ends = [*map(self.clock.seconds, (self._starts, self._ends))]
             self.hooks.status.leave()
         result.turns = {at: starts[at] + s * (ends[at] - starts[at]) for at, s in self._forward_shares.items()}
@@ -436,13 +438,11 @@ class Executor:
 
     def _verify(self, message: Message, delivery: Delivery) -> None:
         """Raise DistributedError if a message differs from what its sender computed."""
-        if not any(value is not None for value in delivery.values):
-            return
-        checksum = message_checksum(delivery.values)
-        if checksum != delivery.checksum:
+        checksum, sent = message_checksum(delivery.values), delivery.checksum or 0  # one without tensors carries none
+        if checksum != sent:
             source, destination, kind = message.channel
             names = self.hooks.status.names
             raise DistributedError(
                 f"{message.words} arrived damaged on the {kind} channel from {names.on_line(source)} to "
-                f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {delivery.checksum or 0:x} there"
+                f"{names.on_line(destination)}: its checksum is {checksum:x} here and was {sent:x} there"
             )

@@ -121,7 +121,8 @@ class RankStep:
         result: what the run has yielded so far.
         activations, gradients: (edge, micro-batch) -> what a stage here or a message has brought for one that needs it, or is to
             be sent.
-        alive_changes: 1 for each micro-batch whose activations are held from then on, -1 where they are freed.
+        alive_changes: 1 for each micro-batch whose activations are held from then on, -1 where they are freed; of one of n parts
+            that travel, 1/n of it.
         unused: messages that no action reads any more; the thread that computes returns their buffers.
         histories: (stage, micro-batch) -> the history of each layer, where sequences are cut.
         unreached: whether no loss so far carries a gradient; None: there was none.
@@ -138,7 +139,7 @@ class RankStep:
     result: StepResult = field(default_factory=StepResult)
     activations: dict[tuple[Edge, int], Delivery] = field(default_factory=dict)
     gradients: dict[tuple[Edge, int], BoundaryValues] = field(default_factory=dict)
-    alive_changes: list[int] = field(default_factory=list)
+    alive_changes: list[float] = field(default_factory=list)
     unused: deque[Delivery] = field(default_factory=deque)
     histories: dict[tuple[int, int], list[SequenceHistory]] = field(default_factory=dict)
     unreached: bool | None = None

@@ -97,6 +97,19 @@ def test_a_flipped_bit_is_named_by_channel_micro_batch_and_rank(transport: Any, 
         run_ranks(train, 2, transport, flip(source, number))
 
 
+def after_a_frozen_stage(rank: int) -> None:
+    options = RuntimeOptions(monitor=False, transport="individual", checksum=True)
+    pipeline = Pipeline(blocks(2), S.build("1f1b", 2, 3), loss=mse, options=options)
+    for parameter in pipeline.parameters():
+        parameter.requires_grad_(rank == 1)
+    pipeline.step(*batch(9))
+    pipeline.close()
+
+
+def test_a_message_without_tensors_has_no_checksum() -> None:
+    run_ranks(after_a_frozen_stage, 2)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_in_one_process_too(rank: int) -> None:

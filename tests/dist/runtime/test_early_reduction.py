@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
 from pipeloom.config import MeshShape
+from pipeloom.ops.segments import Compute, Segment, in_order
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from processes import run_ranks
+from segmented import NotedMove
 
 pytestmark = pytest.mark.core
 
@@ -39,6 +41,21 @@ class Reentrant(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.linear(checkpoint(self.linear, x, use_reentrant=True))
         return out
+
+
+class Twice(nn.Linear):
+    """Its weight is used on both sides of a communication, so that two backward passes add to its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def segments(self) -> tuple[Segment, ...]:
+        use = Compute("use", lambda values: (nn.functional.linear(values[0], self.weight, self.bias),))
+        return use, NotedMove("exchange", []), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        (out,) = in_order(self.segments(), (x,))
+        return out  # type: ignore[no-any-return]
 
 
 CASES: dict[str, tuple[pl.Schedule, list[type[nn.Module] | Any]]] = {
@@ -107,3 +124,38 @@ def test_the_last_layers_sum_starts_before_the_first_layers_last_backward() -> N
         for case, seen in found.items():
             assert seen[0] == 0, case  # not a micro-batch too early
             assert seen[-1] == 1, case
+
+
+def after_two_passes(rank: int) -> list[float]:
+    """The gradient of the second step, the first in which sums may start early; each replica has data of its own."""
+    original = dist.all_reduce
+
+    def ended(*arguments: Any, **keywords: Any) -> Any:
+        """A sum that has read all that it sums by the time it has started."""
+        work = original(*arguments, **keywords)
+        if work is not None:
+            work.wait()
+        return work
+
+    dist.all_reduce = ended
+    options = RuntimeOptions(monitor=False, transport="individual", seed=3)
+    mesh, loss = Mesh.of(MeshShape(dp=2)), nn.functional.mse_loss
+    pipeline = Pipeline([Layer("l0", Twice)], pl.schedules.gpipe(1, 1), loss=loss, mesh=mesh, options=options)
+    x = torch.arange(16.0).view(4, 4)[2 * rank : 2 * rank + 2] / 16
+    for _ in range(2):
+        pipeline.zero_grad()
+        pipeline.step(x, torch.zeros(2, 4))
+    gradient = dict(pipeline.named_parameters())["l0.weight"].grad
+    pipeline.close()
+    assert gradient is not None
+    return gradient.flatten().tolist()  # type: ignore[no-any-return]
+
+
+def test_a_sum_waits_for_every_backward_of_a_stage_with_communications() -> None:
+    options, loss = RuntimeOptions(seed=3), nn.functional.mse_loss
+    alone = LocalPipeline([Layer("l0", Twice)], pl.schedules.gpipe(1, 2), loss=loss, options=options)
+    alone.step(torch.arange(16.0).view(4, 4) / 16, torch.zeros(4, 4))
+    want = dict(alone.named_parameters())["l0.weight"].grad
+    assert want is not None
+    for gradient in run_ranks(after_two_passes, 2):
+        assert gradient == pytest.approx(want.flatten().tolist(), rel=1e-5)

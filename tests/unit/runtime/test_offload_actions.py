@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,46 @@ def test_with_recomputation_it_equals_one_process() -> None:
     assert cells == ["0F0", "0F1", "0R0", "0B0", "0R1", "0B1"]
     cells = ["0F0", "0F1", "0R0", "0O0", "0L0", "0B0", "0R1", "0O1", "0L1", "0B1"]
     pl.verify([Block(seed) for seed in range(4)], schedule.with_programs([cells]), *batch(5), loss=mse)
+
+
+@pytest.mark.parametrize("parts", [("",), (":1/2", ":2/2"), (":1/2",)], ids=["whole", "parts", "half"])
+def test_a_micro_batch_whose_copy_is_on_the_host_is_not_alive(parts: tuple[str, ...]) -> None:
+    """All three are again when their weight gradients wait for W; two slots let no more be alive in the forwards."""
+    out = [f"0F{mb} " + " ".join(f"0O{mb}{part}" for part in parts) for mb in range(3)]
+    back = [" ".join(f"0L{mb}{part}" for part in reversed(parts)) + f" 0I{mb}" for mb in range(3)]
+    cells = " ".join([*out, *back, "0W0 0W1 0W2"]).split()
+    schedule = Schedule.of([cells], placement=[0], microbatches=3).with_slots({"saved": 2})
+    _, pipeline = result(schedule, [Block(0)])
+    assert pipeline.peak_activations == simulate(schedule).peak_activations == (3,)
+
+
+@pytest.mark.parametrize("cells", ["0F0 1F0 1O0 1L0 1B0 0B0", "0F0 1F0 1OKEPT0 1LKEPT0 1R0 1B0 0B0"])
+def test_a_step_uses_the_host_memory_of_the_one_before(cells: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Schedule.of([cells.split()], placement=[0, 0], microbatches=1)
+    pipeline = LocalPipeline([Block(0), Block(1)], schedule, loss=mse)
+    mapped: list[int] = []
+    monkeypatch.setattr("mmap.mmap", lambda _, size: mapped.append(size) or bytearray(size))
+    pipeline.step(*batch(2))
+    assert mapped
+    mapped.clear()
+    pipeline.step(*batch(2))
+    assert not mapped
+
+
+def test_a_received_input_that_is_copied_is_not_held() -> None:
+    seen: list[weakref.ref[Any]] = []
+    alive: list[list[bool]] = []
+
+    class Looks(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.append([storage() is not None for storage in seen])
+            seen.append(weakref.ref(x.untyped_storage()))
+            return super().forward(x)
+
+    programs = ["0F0 0F1 0B0 0B1", "1F0 1OKEPT0 1F1 1LKEPT0 1R0 1B0 1B1"]
+    schedule = Schedule.of([program.split() for program in programs], placement=[0, 1], microbatches=2)
+    LocalPipeline([Block(0), Looks(1)], schedule, loss=mse).step(*batch(2))
+    assert alive[2] == [False, True]  # when R0 runs, after F0 and F1
 
 
 class Wide(nn.Module):

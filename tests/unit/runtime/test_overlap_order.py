@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +61,19 @@ def test_a_backward_alone_hides_its_communication_behind_its_weight_gradients() 
         """start B.combine0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
            wait B.dispatch0  B.attention0  W.attention0"""
     )
+
+
+def test_the_turn_of_a_pair_divides_its_time_as_its_two_actions_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that advances when it is read: once for each of 3 and of 5 turns, and twice for each of 2 and of 4 waits."""
+    cells = ["0F0", "1F0", "(0F1;1B0)OVERLAP_F_B", "0B0", "1F1", "1B1", "0B1"]
+    schedule = Schedule.of([cells], placement=[0, 0], microbatches=2)
+    layers = [Layer(str(at), partial(Noted, str(at), [])) for at in range(3)]
+    pipeline = LocalPipeline(layers, schedule, loss=mse, stages=[1, 2])
+    monkeypatch.setattr("pipeloom.runtime.overlap.time", SimpleNamespace(perf_counter=count().__next__))
+    pipeline.step(*data(0, 2))
+    (stats,) = pipeline.stats
+    share = (stats.turns[2] - stats.starts[2]) / (stats.ends[2] - stats.starts[2])
+    assert share == pytest.approx(7 / 20, rel=1e-3)
 
 
 def test_an_input_gradient_leaves_all_weight_gradients_to_w() -> None:

@@ -107,6 +107,14 @@ def test_parts_are_recomputed_bit_by_bit(name: str, parts: tuple[str, ...], kind
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+def test_a_part_of_a_layer_with_experts_is_recomputed_after_a_plain_stage_has_run() -> None:
+    """Its weight gradients wait for its communications, those of the plain stage wait for nothing."""
+    plain = Schedule.of([["0F0", "1F0", "1B0", "0B0"]], placement=[0, 0], microbatches=1)
+    schedule = plain.with_programs([["0F0", "1F0", "1B0", "0R0:mlp", "0B0"]])
+    want, got = (result(each, [Experts(0, 3, None), Block(1)])[0] for each in (plain, schedule))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 class Wide(nn.Module):
     """Saves 32 times the bytes of its input, and has a table that no forward changes."""
 

@@ -336,6 +336,26 @@ def test_a_piece_is_freed_by_the_backward_of_its_slice() -> None:
     assert not any(piece() is not None for piece in pieces)
 
 
+def test_a_piece_in_host_memory_is_gone_from_the_device_when_its_slice_is_recomputed() -> None:
+    pieces: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class Adds(nn.Linear):
+        def forward(self, x: Tensor, slice_state: SliceState | None = None) -> Tensor:
+            assert slice_state is not None
+            alive.append(sum(piece() is not None for piece in pieces))
+            piece = super().forward(x).sum(1)
+            pieces.append(weakref.ref(piece.untyped_storage()))
+            x = x + sum((earlier.sum() for (earlier,) in slice_state.earlier), torch.zeros(()))
+            slice_state.keep(piece)
+            return x
+
+    schedule = transforms.transformed(cut_sequences(build("1f1b", 1, 1), 3), IN_HOST_MEMORY)
+    x = torch.randn(2, 3, 4)
+    LocalPipeline([lambda: Adds(4, 4)], schedule, loss=mean_square).step(x, x)
+    assert alive[4:] == [0, 0]  # after the last one, which does not travel
+
+
 @pytest.mark.parametrize(
     ("x", "y", "words"),
     [

@@ -20,7 +20,7 @@ def copy_out(flight: Flight, stage: Stage, queue: Queue, part: str = "") -> None
     assert flight.travels is not None
     number, count = fraction_of(f":{part}") or (1, 1)
     flight.travels.to_host(number, queue.stream)
-    flight.step.alive_changes.append(-1 if number == count else 0)
+    flight.step.alive_changes.append(-1 / count)
 
 
 @executes("L")
@@ -28,7 +28,7 @@ def copy_in(flight: Flight, stage: Stage, queue: Queue, part: str = "") -> None:
     """Copy what is saved back from host memory, or one of equal parts of it."""
     assert flight.travels is not None
     number, count = fraction_of(f":{part}") or (1, 1)
-    flight.step.alive_changes.append(1 if number == count else 0)
+    flight.step.alive_changes.append(1 / count)
     flight.travels.to_device(number, queue.stream)
 
 
@@ -44,13 +44,13 @@ def copy_kept_out(flight: Flight, stage: Stage, queue: Queue) -> None:
     wait: Callable[[], None] = (lambda: None) if stream is None else stream.synchronize
     place = flight.step.batch.keywords[flight.unit].get(STATE)
     with torch.no_grad(), torch.cuda.stream(stream):
-        if stream is not None and record.done is not None:
-            stream.wait_event(record.done)  # the host has issued the forward; the device may not have run it
+        if record.done is not None:
+            # The host has issued the forward; the device may not have run it.
+            torch.cuda.current_stream().wait_event(record.done)
         if place is not None:
-            histories = flight.step.histories[stage.index, flight.microbatch]
-            pieces = (each.pieces.get(place.index) for each in histories)
-            for piece in [piece for piece in pieces if piece is not None]:
-                piece.to_host(buffers, wait)
+            for history in flight.step.histories[stage.index, flight.microbatch]:
+                if (piece := history.pieces.get(place.index)) is not None:
+                    piece.to_host(buffers, wait)
         values, specs = record.inputs
         if specs is not None:
             copies = tuple([None if value is None else HostCopy(value, buffers) for value in values])
@@ -63,13 +63,8 @@ def copy_kept_out(flight: Flight, stage: Stage, queue: Queue) -> None:
 def copy_kept_in(flight: Flight, stage: Stage, queue: Queue) -> None:
     """Move the inputs back. What layers keep of a slice stays, and is read from the host where it is needed."""
     record = flight.record
-    if record is None or record.inputs[1] is None:
-        return
-    with torch.cuda.stream(queue.stream):
-        values = tuple([None if copy is None else copy.read() for copy in record.on_host])
-        for copy, value in zip(record.on_host, values, strict=True):
-            if copy is not None and value is not None:
-                copy.free()  # waits for the copy
-                if queue.stream is not None and stage.computing is not None:
-                    value.record_stream(stage.computing)
-    flight.record = record._replace(inputs=(values, record.inputs[1]), versions=versions_of(values), on_host=())
+    assert record is not None
+    if record.on_host:
+        with torch.cuda.stream(queue.stream):
+            values = tuple([None if copy is None else copy.move_back(stage.computing) for copy in record.on_host])
+        flight.record = record._replace(inputs=(values, record.inputs[1]), versions=versions_of(values), on_host=())
