@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
-from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_whole, whole_numbers
+from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_positive, require_whole, whole_numbers
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.check import TransportName, check
@@ -43,7 +43,8 @@ class RuntimeOptions:
             at least 30 and at most 300 seconds, and more in the first step and outside of steps (`health.status.Limits`).
         monitor: run the watchdog thread (several processes only).
         watchdog: a running watchdog for this pipeline to use; None: the pipeline starts its own.
-        microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
+        microbatch_sizes: rows of each micro-batch of a step; None, and for other batches in evaluations and predictions: as
+            even as possible, larger ones first.
         slice_tokens: tokens of each slice of a sequence, where the schedule cuts sequences into slices; None: as even as
             possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
@@ -131,6 +132,8 @@ class RuntimeOptions:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
+        if self.timeout is not None:
+            require_positive("timeout", self.timeout)
         if self.timeout is not None and not LEAST_TIMEOUT <= self.timeout <= MOST_SECONDS:
             problems.append(
                 f"timeout is {self.timeout}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
@@ -139,6 +142,12 @@ class RuntimeOptions:
             problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
         if self.seed is not None and not isinstance(self.seed, int):
             problems.append(f"seed is {self.seed!r}; it must be a whole number, or None")
+        try:
+            torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError):
+            problems.append(
+                f"device is {self.device!r}; it must be a device of torch, such as 'cpu' or 'cuda:0', or None"
+            )
         if problems:
             raise ConfigError(problems)
 
