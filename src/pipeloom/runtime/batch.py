@@ -428,8 +428,8 @@ def _given_weight(weight: float | Tensor, microbatch: int) -> float:
         return math.nan
     value: Any = weight
     try:
-        value = number = float("" if isinstance(weight, Tensor) and weight.numel() != 1 else weight)
-    except (TypeError, ValueError):
+        value = number = float(weight)
+    except (RuntimeError, TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
