@@ -497,14 +497,14 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None, must
 
 
 def _fitting(
-    option: str, chosen: Sequence[int] | None, count: int, total: int, things: str, must_fit: bool
+    option: str, sizes: Sequence[int] | None, count: int, total: int, things: str, must_fit: bool
 ) -> Sequence[int] | None:
     """Return the sizes that an option chooses if they are as many and as much as there is, else None."""
-    if chosen is None or (len(chosen) == count and sum(chosen) == total):
-        return chosen
+    if sizes is None or (len(sizes) == count and sum(sizes) == total):
+        return sizes
     if must_fit:
         raise UsageError(
-            f"{option} is {tuple(chosen)}, with the sum {sum(chosen)}; it must be {count} numbers with the sum {total}, the "
+            f"{option} is {tuple(sizes)}, with the sum {sum(sizes)}; it must be {count} numbers with the sum {total}, the "
             f"batch's {things}, or None"
         )
     return None
