@@ -194,9 +194,9 @@ def late(modules: tuple[Any, ...], microbatch: int) -> None:
 
 
 def across() -> pl.Schedule:
-    """Rank 0 waits for what rank 1 makes on another queue: 0THEN0 on a queue, 0STOP1 with its computation."""
+    """Rank 0 waits for what rank 1 makes on another queue: 0THEN0 on a queue, 0NEXT0 for that, 0STOP1 with its computation."""
     cells = [
-        ["0F0", "0F1", "0THEN0", "0B0", "0STOP1", "0B1"],
+        ["0F0", "0F1", "0THEN0", "0NEXT0", "0B0", "0STOP1", "0B1"],
         ["1F0", "1B0", "1LATE0", "1F1", "1B1", "1LATE1"],
     ]
     schedule = pl.Schedule.of(cells, placement=[0, 1], microbatches=2)
@@ -207,7 +207,7 @@ def across() -> pl.Schedule:
 def waited(timeline: pl.Timeline) -> bool:
     """Whether the actions of rank 0 began when those of rank 1 had ended, in whose second the clocks may differ little."""
     starts, ends = timeline.starts[0], timeline.ends[1]
-    return starts[2] > ends[2] - 0.05 and starts[4] > ends[5] - 0.05
+    return starts[2] > ends[2] - 0.05 and starts[5] > ends[5] - 0.05
 
 
 def wait_in_processes(rank: int) -> list[bool]:
@@ -225,7 +225,8 @@ def run_across() -> None:
     pl.register_kind(
         pl.Kind("LATE", "late", (Need("weight gradient"),), ("late",), queue="late", time=2.0), execute=late
     )
-    pl.register_kind(pl.Kind("THEN", "then", (Need("late", 1),), queue="then", time=1.0))
+    pl.register_kind(pl.Kind("THEN", "then", (Need("late", 1),), ("then",), queue="then", time=1.0))
+    pl.register_kind(pl.Kind("NEXT", "next", (Need("then"),), time=0.0))
     pl.register_kind(pl.Kind("STOP", "stop", (Need("late", 1),), time=1.0))
     assert waited(pl.simulate(across()))
     pipeline = LocalPipeline(blocks(2), across(), loss=mse)

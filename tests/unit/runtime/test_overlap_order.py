@@ -16,6 +16,7 @@ from models import mse
 from pair_schedules import data, split
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_order
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.runtime.pipeline import call_before_layers
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import Schedule, parts
 from segmented import WIDTH, Noted, NotedMove
@@ -61,6 +62,15 @@ def test_a_backward_alone_hides_its_communication_behind_its_weight_gradients() 
         """start B.combine0  wait B.combine0  B.experts0  start B.dispatch0  W.experts0
            wait B.dispatch0  B.attention0  W.attention0"""
     )
+
+
+def test_weights_of_a_stage_with_communications_are_waited_for_before_it_runs() -> None:
+    log: list[str] = []
+    layers = [Layer(str(at), partial(Noted, str(at), log)) for at in range(2)]
+    pipeline = LocalPipeline(layers, pl.schedules.build("1f1b", 1, 1), loss=mse)
+    call_before_layers(pipeline, lambda layer, action: log.append(f"{action} reads {layer}"))
+    pipeline.step(*data(0, 1))
+    assert log[:3] == ["0F0 reads 0", "0F0 reads 1", "F.attention0"]
 
 
 def test_the_turn_of_a_pair_divides_its_time_as_its_two_actions_took_it(monkeypatch: pytest.MonkeyPatch) -> None:
