@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
-from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_positive, require_whole, whole_numbers
+from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_whole, whole_numbers
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.check import TransportName, check
@@ -132,11 +132,10 @@ class RuntimeOptions:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
-        if self.timeout is not None:
-            require_positive("timeout", self.timeout)
-        if self.timeout is not None and not LEAST_TIMEOUT <= self.timeout <= MOST_SECONDS:
+        seconds = LEAST_TIMEOUT if self.timeout is None else self.timeout
+        if not isinstance(seconds, (int, float)) or not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
             problems.append(
-                f"timeout is {self.timeout}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
+                f"timeout is {self.timeout!r}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
             )
         if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
             problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
