@@ -380,7 +380,7 @@ class GradientSync:
 
     @property
     def unsummed(self) -> bool:
-        """Whether gradients come from a step under `no_sync`."""
+        """Return whether gradients come from a step under `no_sync`."""
         return any(bucket.content == "local" for bucket in self.buckets)
 
     def require_summed(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipeloom.ops.checksum import version_of
 from pipeloom.parallel.buckets import BucketSlot, FlatParameters
 from pipeloom.parallel.data import GradientSync
 
@@ -122,7 +123,7 @@ class Masters:
 
     def _gradients(self) -> list[tuple[Tensor | None, int]]:
         gradients = [master.tensor.grad for master, *_ in self._places]
-        return [(each, 0 if each is None else each._version) for each in gradients]
+        return [(each, 0 if each is None else version_of(each)) for each in gradients]
 
     def _copies(self) -> list[tuple[Tensor, Tensor]]:
         """Return the masters that are copies, each behind the elements of the buffer that it is a copy of."""

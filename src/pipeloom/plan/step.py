@@ -138,12 +138,13 @@ def plan_step(
         CapacityError: no plan keeps `memory`.
     """
     families = tuple(families)
+    pairs = all(isinstance(each, (tuple, list)) and len(each) == 2 for each in families)
+    if not families or not pairs or not {name for name, _ in families} <= FAMILIES.keys():
+        raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
     _require(lengths, ranks, replicas, tokens)
     require_positive("memory", memory)
     if time.fixed + time.of(1) <= 0:
         raise UsageError(f"time={time}: a micro-batch takes no time; nearest: {SequenceTime()}")
-    if not families or not {name for name, _ in families} <= FAMILIES.keys():
-        raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
     most = max(chunks for _, chunks in families)
     step = _StepQuestion(
         tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most
@@ -209,6 +210,7 @@ def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> 
         raise UsageError("lengths: give the tokens of each sequence, at least 1 each")
     require_whole("ranks", ranks)
     require_whole("replicas", replicas)
+    require_whole("tokens", tokens)
     if len(lengths) < replicas:
         raise UsageError(
             f"{len(lengths)} sequences for {replicas} replicas: each needs one; nearest: replicas={len(lengths)}"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, echo
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext, SlicePlace
 from pipeloom.ops.slices import STATE
 from pipeloom.parallel.context import ContextParallel
@@ -66,8 +66,11 @@ class GivenBatch:
         """Return what was passed. Raises UsageError for both, for no micro-batch, and for one that is no such tuple."""
         if microbatches is None:
             return cls(method, ((inputs, targets, keywords),), True)
-        if inputs is not None or targets is not None or keywords or not microbatches:
-            raise UsageError(f"{method}: give inputs and targets, or one or more microbatches= and nothing else")
+        listed = isinstance(microbatches, Sequence) and microbatches
+        if inputs is not None or targets is not None or keywords or not listed:
+            raise UsageError(
+                f"{method}: give inputs and targets, or a list of one or more microbatches= and nothing else"
+            )
         parts = []
         for at, each in enumerate(microbatches):
             part = tuple(each) if isinstance(each, (tuple, list)) else (each,)
@@ -335,13 +338,14 @@ class SequenceSlices:
 
     @classmethod
     def of(
-        cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, multiple: int = 1
+        cls, inputs: Any, count: int, tokens: Sequence[int] | None = None, multiple: int = 1, must_fit: bool = False
     ) -> SequenceSlices | None:
         """Return `count` slices of the sequences of `inputs`; None for 1.
 
         Args:
             tokens: those of each slice. None, or they do not add up to these sequences: as even as possible.
             multiple: of which even slices have a multiple of tokens.
+            must_fit: whether `tokens` must add up to them.
 
         Raises UsageError for inputs without a dimension of sequences, and where they cannot be cut so.
         """
@@ -351,7 +355,8 @@ class SequenceSlices:
         if count * multiple > length:
             near = length // multiple
             raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {near}")
-        if tokens is None or len(tokens) != count or sum(tokens) != length:
+        tokens = _fitting("slice_tokens", tokens, count, length, "tokens of a sequence", must_fit)
+        if tokens is None:
             tokens = [size * multiple for size in split_sizes(length // multiple, count)]
         ends = list(accumulate(tokens))
         places = [SlicePlace(at, count, end - tokens[at], end, length) for at, end in enumerate(ends)]
@@ -421,10 +426,14 @@ def _given_weight(weight: float | Tensor, microbatch: int) -> float:
     """Return the value of the caller's `weight` as a number; NaN for a tensor on the meta device."""
     if isinstance(weight, Tensor) and weight.is_meta:
         return math.nan
-    number = float(weight)
+    value: Any = weight
+    try:
+        value = number = float(weight)
+    except (RuntimeError, TypeError, ValueError):
+        number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
-            f"weight(targets) is {number} for micro-batch {microbatch}; it must be a finite number of at least 0"
+            f"weight(targets) is {echo(value)} for micro-batch {microbatch}; it must be a finite number of at least 0"
         )
     return number
 
@@ -477,12 +486,28 @@ def as_inputs(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
-def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the rows of each of `count` micro-batches: the configured ones if they fit this batch, else as even as possible."""
+def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None, must_fit: bool = False) -> tuple[int, ...]:
+    """Return the rows of each of `count` micro-batches: the configured ones if they fit this batch, else as even as possible.
+
+    Raises UsageError for others that `must_fit`.
+    """
     rows = batch_rows(as_inputs(inputs))
-    if configured is not None and len(configured) == count and sum(configured) == rows:
-        return tuple(configured)
-    return tuple(split_sizes(rows, count))
+    fitting = _fitting("microbatch_sizes", configured, count, rows, "rows", must_fit)
+    return tuple(split_sizes(rows, count) if fitting is None else fitting)
+
+
+def _fitting(
+    option: str, sizes: Sequence[int] | None, count: int, total: int, things: str, must_fit: bool
+) -> Sequence[int] | None:
+    """Return the sizes that an option chooses if they are as many and as much as there is, else None."""
+    if sizes is None or (len(sizes) == count and sum(sizes) == total):
+        return sizes
+    if must_fit:
+        raise UsageError(
+            f"{option} is {tuple(sizes)}, with the sum {sum(sizes)}; it must be {count} numbers with the sum {total}, the "
+            f"batch's {things}, or None"
+        )
+    return None
 
 
 def evaluation_microbatches(microbatches: int, inputs: Any) -> int:

@@ -208,9 +208,9 @@ class Flight:
         self.step.activations[edge, self.unit] = Delivery(values, specs)
 
     def end_graph(self) -> None:
-        """Drop all but the weight gradients that wait for W."""
+        """Drop all but the weight gradients that wait for W, and copies in host memory, which a backward need not use."""
         self.return_buffers()
-        self.outputs, self.specs, self.travels, self.parts, self.states = (), None, None, None, ()
+        self.outputs, self.specs, self.parts, self.states = (), None, None, ()
 
     def return_buffers(self) -> None:
         """Let the transport use the buffers of its messages again."""

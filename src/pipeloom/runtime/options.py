@@ -43,7 +43,8 @@ class RuntimeOptions:
             at least 30 and at most 300 seconds, and more in the first step and outside of steps (`health.status.Limits`).
         monitor: run the watchdog thread (several processes only).
         watchdog: a running watchdog for this pipeline to use; None: the pipeline starts its own.
-        microbatch_sizes: rows of each micro-batch; None: as even as possible, larger ones first.
+        microbatch_sizes: rows of each micro-batch of a step; None, and for other batches in evaluations and predictions: as
+            even as possible, larger ones first.
         slice_tokens: tokens of each slice of a sequence, where the schedule cuts sequences into slices; None: as even as
             possible, larger ones first.
         recompute: layers whose forward runs again in the backward instead of keeping its activations: `"none"`, `"full"`
@@ -131,14 +132,21 @@ class RuntimeOptions:
                 problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
-        if self.timeout is not None and not LEAST_TIMEOUT <= self.timeout <= MOST_SECONDS:
+        seconds = LEAST_TIMEOUT if self.timeout is None else self.timeout
+        if not isinstance(seconds, (int, float)) or not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
             problems.append(
-                f"timeout is {self.timeout}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
+                f"timeout is {self.timeout!r}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
             )
         if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
             problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
         if self.seed is not None and not isinstance(self.seed, int):
             problems.append(f"seed is {self.seed!r}; it must be a whole number, or None")
+        try:
+            torch.device("cpu" if self.device is None else self.device)
+        except (RuntimeError, TypeError):
+            problems.append(
+                f"device is {self.device!r}; it must be a device of torch, such as 'cpu' or 'cuda:0', or None"
+            )
         if problems:
             raise ConfigError(problems)
 

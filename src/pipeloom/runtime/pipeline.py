@@ -347,10 +347,8 @@ class Pipeline:
     def _start_step(self, given: GivenBatch, schedule: Schedule | None) -> PendingLoss:
         """Run a step until this rank is done."""
         self._require(given)
-        if not isinstance(schedule, Schedule | None):
-            raise UsageError(
-                f"{given.method}: schedule={schedule!r:.100} is no Schedule; pl.schedules.build makes one of a name"
-            )
+        if schedule is not None:
+            _require_schedule(given.method, schedule)
         wanted = schedule or self.schedule
         if wanted.forwards_alone:
             raise UsageError(
@@ -362,7 +360,7 @@ class Pipeline:
         status, begun = self._status, time.monotonic()
         first = status.phase == "first step"
         self._before_step(given.arguments)
-        batch = self._split(given, self.schedule.microbatches)
+        batch = self._split(given, self.schedule.microbatches, must_fit=given.cut)
         buffers = self._checksums_of_replicas() if first else {}
         self._gradients.begin()
         executor = self._executor(None)
@@ -644,6 +642,7 @@ class Pipeline:
         Raises ConfigError where it needs other stages (another placement, other routes, split backwards where the first schedule
         had none), ScheduleError where it cannot run.
         """
+        _require_schedule("adopt", schedule)
         programs = self._lowered.pop(schedule, None)
         if programs is None:
             runs = schedule
@@ -792,7 +791,7 @@ class Pipeline:
 
     # -- a batch -----------------------------------------------------------------------------------------------------------
 
-    def _split(self, given: GivenBatch, count: int, whole: bool = False) -> Microbatches:
+    def _split(self, given: GivenBatch, count: int, whole: bool = False, must_fit: bool = False) -> Microbatches:
         """Return a batch cut into so many micro-batches, or those given; `whole`: of whole sequences, without targets."""
         order = 0
         if self.mesh.dp.group is not None:
@@ -812,9 +811,9 @@ class Pipeline:
         multiple = 1 if context is None else 2 * context.axis.size
         units = []
         for number, (inputs, targets, keywords) in enumerate(given.parts):
-            sizes = chosen_sizes(inputs, count if given.cut else 1, self.options.microbatch_sizes)
+            sizes = chosen_sizes(inputs, count if given.cut else 1, self.options.microbatch_sizes, must_fit)
             slices = SequenceSlices.of(
-                inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple
+                inputs, 1 if whole else self.schedule.slices, self.options.slice_tokens, multiple, must_fit
             )
             units += cut_batch(inputs, None if whole else targets, keywords, sizes, weighing, slices, context, number)
         # Another replica may have any number of micro-batches: with gaps no two samples of a step draw the same numbers.
@@ -826,6 +825,12 @@ class Pipeline:
         assert self._spec.weight is not None
         with self._alarm.reporting():
             return self._spec.weight(targets)
+
+
+def _require_schedule(method: str, schedule: object) -> None:
+    """Raise UsageError for what is passed to a method as a schedule and is none."""
+    if not isinstance(schedule, Schedule):
+        raise UsageError(f"{method}: schedule={schedule!r:.100} is no Schedule; pl.schedules.build makes one of a name")
 
 
 class LocalPipeline(Pipeline):

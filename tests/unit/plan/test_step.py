@@ -185,8 +185,18 @@ def test_what_cannot_be_planned_is_refused(lengths: list[Any], replicas: int, wo
 def test_a_family_that_is_not_known_no_time_and_no_memory_are_refused() -> None:
     with pytest.raises(UsageError, match=r"^families=\(\('1g1b', 1\),\): give \(name, chunks\) of known ones"):
         plan_step([3], 2, tokens=100, families=[("1g1b", 1)])
-    with pytest.raises(UsageError, match=r"^families=\(\): give"):
-        plan_step([3], 2, tokens=100, families=[])
+    for families, shown in (
+        ((), r"\(\)"),
+        ("zbv", r"\('z', 'b', 'v'\)"),
+        (["zbv"], r"\('zbv',\)"),
+        ([("zbv",)], ".*"),
+        ([5], ".*"),
+    ):
+        with pytest.raises(UsageError, match=rf"^families={shown}: give \(name, chunks\)"):
+            plan_step([3], 2, tokens=100, families=families)  # type: ignore[arg-type]
+    for tokens in (math.nan, "100"):
+        with pytest.raises(UsageError, match=r"^tokens is .*; it must be a whole number of at least 1"):
+            plan_step([3], 2, tokens=tokens)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="memory is nan; it must be a number above 0"):
         plan_step([3], 2, tokens=100, memory=math.nan)
     with pytest.raises(UsageError, match="a micro-batch takes no time; nearest: "):

@@ -54,7 +54,8 @@ def test_a_forward_pass_takes_any_number_of_micro_batches_of_any_shape() -> None
     [
         ({"microbatches": given((1, 3), (1, 3))}, "step got 2 micro-batches, and the schedule runs 4; pass schedule="),
         ({"microbatches": given((1, 3)), "schedule": S.one_f_one_b(2, 2)}, "1 micro-batches, and the schedule runs 2"),
-        ({"microbatches": []}, "step: give inputs and targets, or one or more microbatches"),
+        ({"microbatches": []}, "step: give inputs and targets, or a list of one or more"),
+        ({"microbatches": torch.ones(4, 3, WIDTH)}, "step: give inputs and targets, or a list of one or more"),
         ({"inputs": torch.ones(4, WIDTH), "microbatches": given((1, 3))}, "step: give inputs and targets, or"),
         ({"microbatches": [(1, 2, 3, 4)]}, r"micro-batch 0 is not \(inputs, targets\)"),
         ({"microbatches": [torch.ones(1, 3, WIDTH)] * 4}, "step got no targets"),
@@ -66,11 +67,14 @@ def test_what_is_no_step_is_refused(arguments: dict[str, Any], words: str) -> No
         pipeline().step(**arguments)
 
 
-def test_a_bad_weight_is_that_of_its_micro_batch() -> None:
+@pytest.mark.parametrize(
+    ("weight", "shown"), [(-1.0, "-1.0"), (None, "None"), (torch.ones(3), r"tensor\(\[1., 1., 1.\]\)")], ids=str
+)
+def test_a_bad_weight_is_that_of_its_micro_batch(weight: Any, shown: str) -> None:
     parts = given((1, 3), (2, 3), (1, 3))
-    weigh = lambda targets: -1.0 if len(targets) == 2 else 1.0  # noqa: E731
+    weigh = lambda targets: weight if len(targets) == 2 else torch.ones(1)  # noqa: E731
     local = LocalPipeline(blocks(2), S.one_f_one_b(2, 3), loss=mse, weight=weigh)
-    with pytest.raises(UsageError, match=r"weight\(targets\) is -1.0 for micro-batch 1"):
+    with pytest.raises(UsageError, match=rf"weight\(targets\) is {shown} for micro-batch 1"):
         local.step(microbatches=parts)
 
 

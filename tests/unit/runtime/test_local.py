@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,23 @@ def test_a_schedule_by_its_name_is_refused_before_the_step() -> None:
     pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse)
     with pytest.raises(UsageError, match=r"step: schedule='1f1b' is no Schedule; pl\.schedules\.build makes one"):
         pipeline.step(*batch(2), schedule="1f1b")
+    with pytest.raises(UsageError, match=r"adopt: schedule='1f1b' is no Schedule; pl\.schedules\.build makes one"):
+        pipeline.adopt("1f1b")  # type: ignore[arg-type]
+
+
+def test_a_weight_that_is_no_function_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight is 2; it must be a function of a micro-batch's targets, or None"):
+        LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse, weight=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", [(1, 3, 4), (1, 8)])
+def test_sizes_that_do_not_fit_the_batch_of_a_step_are_refused(sizes: tuple[int, ...]) -> None:
+    options = RuntimeOptions(microbatch_sizes=sizes)
+    pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse, options=options)
+    wanted = rf"microbatch_sizes is {re.escape(str(sizes))}, with the sum \d; it must be 2 numbers with the sum 8, the batch's"
+    with pytest.raises(UsageError, match=wanted):
+        pipeline.step(*batch(8))
+    pipeline.step(microbatches=[batch(3), batch(5)])  # sizes of their own
 
 
 @pytest.mark.parametrize("cost", [math.nan, math.inf, -1.0])

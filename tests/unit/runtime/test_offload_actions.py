@@ -257,3 +257,31 @@ def test_a_copy_back_that_fails_ends_the_backward_that_waits_for_it(failing: str
     run_beside(pipeline, beside)
     with pytest.raises(ValueError, match="no memory left"):
         pipeline.step(*batch(2))
+
+
+def test_a_copy_back_may_end_after_a_backward_that_uses_nothing_of_it() -> None:
+    """The first stage trains nothing."""
+    cells = "0F0 0O0:1/2 0O0:2/2 1F0 0L0:2/2 0L0:1/2 1B0 0B0 0F1 1F1 1B1 0B1"
+    schedule = Schedule.of([cells.split()], placement=[0, 0], microbatches=2)
+    blocks = [Block(0).requires_grad_(False), Block(1)]
+    calls, second = [], threading.Event()
+
+    def note(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            second.set()
+
+    blocks[0].register_forward_pre_hook(note)
+    pipeline = LocalPipeline(blocks, schedule, loss=mse)
+
+    def beside(action: Action, execute: Callable[[], object]) -> None:
+        assert action.kind != "L:1/2" or second.wait(60)
+        execute()
+
+    run_beside(pipeline, beside)
+    x, y = batch(4)
+    loss = pipeline.step(x, y)
+    plain = LocalPipeline([Block(0).requires_grad_(False), Block(1)], S.gpipe(1, 2), loss=mse)
+    assert torch.equal(loss, plain.step(x, y))
+    wanted = [parameter.grad for parameter in plain.parameters() if parameter.requires_grad]
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(blocks[1].parameters(), wanted, strict=True))

@@ -111,6 +111,15 @@ def test_a_step_in_the_order_of_the_slices_equals_the_unsliced_one(name: str, ch
     assert worst(gradients(cut), gradients(one)) <= 1e-12
 
 
+def test_tokens_of_slices_that_do_not_fit_the_sequences_of_a_step_are_refused() -> None:
+    cut = local(decoder(), cut_sequences(SCHEDULES["1f1b"], 2), slice_tokens=(3, 6))
+    with pytest.raises(
+        UsageError, match=r"slice_tokens is \(3, 6\), with the sum 9; it must be 2 numbers with the sum 8"
+    ):
+        cut.step(*rows())
+    cut.evaluate(*rows())
+
+
 IN_HOST_MEMORY = ("recompute=whole", "offload=kept")
 
 
