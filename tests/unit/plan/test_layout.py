@@ -559,7 +559,7 @@ def test_data_that_a_plan_was_given_are_trained_on(tmp_path):
     assert load_layout(path).config.data.source == (str(text),)
 
 
-@pytest.mark.parametrize(("changes", "words"), [({"recompute": "norms"}, "recompute=norms")])
+@pytest.mark.parametrize(("changes", "words"), [({"recompute": "norms+activation"}, "recompute=norms.activation")])
 def test_what_train_does_not_have_is_refused_by_name(changes, words):
     prediction = planner().predict(PlannedLayout(**{"dp": 2, "seq": 2048, **changes}))
     with pytest.raises(UsageError, match=words):
