@@ -266,6 +266,8 @@ class Executor:
         """Wait for what an instruction needs, and let gradients be reduced inside a stage's last backward."""
         if self._ended:
             self._await_queues(instruction, status)
+            if instruction.queue == COMPUTE:
+                self._recycle()  # what copies have taken over
         for task in instruction.tasks:
             if task.receives:
                 self._receive(task)
@@ -276,8 +278,7 @@ class Executor:
 
     def _send(self, instruction: Instruction) -> None:
         """Send an instruction's results, and open the receives of the next one."""
-        while self.step.unused:
-            self.transport.recycle(self.step.unused.popleft().values)
+        self._recycle()
         self.next = following = next(self._computation, None)
         posts = () if following is None else self.program.instructions[following].post_receives
         sends = self._outgoing(instruction.tasks[0])
@@ -287,6 +288,11 @@ class Executor:
         if self.hooks.stage_done is not None:
             for stage in instruction.completes_stages:
                 self.hooks.stage_done(stage)
+
+    def _recycle(self) -> None:
+        """Return the buffers of messages that no action reads any more."""
+        while self.step.unused:
+            self.transport.recycle(self.step.unused.popleft().values)
 
     def _await_queues(self, instruction: Instruction, status: Status) -> None:
         """Wait for what an instruction needs from other queues and ranks, and issue the entries that start with it. Make the
