@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -184,7 +185,7 @@ def memory_amount(text: str) -> tuple[float, bool] | None:
 
 def require_whole(name: str, value: object, least: int = 1) -> None:
     """Raise ArgumentError for a value of the argument `name` that is not a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(name, f" is {echo(value)}; it must be a whole number of at least {least}")
 
 
@@ -201,9 +202,10 @@ def whole_numbers(name: str, values: Iterable[Any], least: int) -> list[int]:
 
 def require_positive(name: str, value: object, most: float = math.inf) -> None:
     """Raise ArgumentError for a value of the argument `name` that is not a number above 0, or that is above `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    number: Any = math.nan if isinstance(value, bool) or not isinstance(value, Real) else value
+    if not number > 0:
         raise ArgumentError(name, f" is {echo(value)}; it must be a number above 0")
-    require_at_most(name, value, most)
+    require_at_most(name, number, most)
 
 
 def require_at_most(name: str, value: float, most: float, why: str = "") -> None:

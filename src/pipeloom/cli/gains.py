@@ -202,7 +202,8 @@ def notes(job: Job) -> list[str]:
         *(
             f"{key} = {toml_value(value)} is not in the prediction"
             for key, value in unheld(job).items()
-            if key.startswith(("model.", "parallel.", "schedule."))  # the runtime has what matters of the others
+            # the runtime has what matters of the others, the shape what a directory says
+            if key.startswith(("model.", "parallel.", "schedule.")) and key != "model.source"
         ),
     ]
 

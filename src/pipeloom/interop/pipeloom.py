@@ -74,7 +74,7 @@ def _flat(config: Config) -> KeyValues:
 def _own(ours: Layout) -> KeyValues:
     """Return the keys that the files of a configuration set, and not what these describe or the package's default."""
     values, parallel = _flat(ours.config), ours.config.parallel
-    of_level = of_zero(parallel.zero, parallel.unshard_slots)
+    of_level = of_zero(parallel.zero, parallel.unshard_slots, parallel.vocabulary == "pp")
     transforms = [each for each in ours.config.schedule.transforms if each not in of_level]
     files = {origin for origin in ours.origins.values() if origin.endswith(".toml") or origin in BUILT_IN[1:]}
     values = {key: value for key, value in values.items() if ours.origins.get(key) in files}

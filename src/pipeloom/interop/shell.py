@@ -87,7 +87,8 @@ def best_command(text: str, system: str, known: Callable[[str], bool]) -> Comman
     counts = {each: sum(map(known, each.words)) for each in commands}
     best = max(counts, key=lambda each: counts[each], default=None)
     if best is not None and counts[best]:
-        jobs = len({each.words for each, count in counts.items() if 2 * count >= counts[best]})
+        most = [each.words for each, count in counts.items() if 2 * count >= counts[best]]
+        jobs = len({words[[*map(known, words)].index(True) :] for words in most})  # however they are started
         more = [f"the text starts {jobs} jobs: the one with the most flags is read, or the first of them"] * (jobs > 1)
         return replace(best, unresolved=(*best.unresolved, *more))
     starts = [each for each in commands if {*_PASS_ON, "torchrun", "python"} & {*each.words}] or commands

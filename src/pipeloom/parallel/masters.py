@@ -74,8 +74,10 @@ class Masters:
         """Put the gradients into the masters' `.grad`: None for a parameter that no micro-batch used."""
         self.wait()  # slices still in transit would overwrite what the step changes
         for master, buffer, slot, section in self._places:
-            absent = self._sync is not None and slot.held.parameter in self._sync.absent
-            master.tensor.grad = None if absent or buffer.bucket.content == "empty" else buffer.gradient(section)
+            content = buffer.bucket.content
+            # Before the sum another replica may have used what this one has not.
+            absent = content == "reduced" and self._sync is not None and slot.held.parameter in self._sync.absent
+            master.tensor.grad = None if absent or content == "empty" else buffer.gradient(section)
         self._taken = self._gradients()
 
     @torch.no_grad()

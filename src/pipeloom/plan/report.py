@@ -80,7 +80,7 @@ def best_layouts(
     >>> import pipeloom as pl
     >>> best = pl.best_layouts("llama3-8b", 2, sequences=32, fixed={"tp": 1})[0]
     >>> best["layout"], best["peak_bytes"] < 80 * 2**30
-    ('pp=2,m=32,recompute=full,recompute_layers=15', True)
+    ('pp=2,m=32,recompute=full,slices=2,vocabulary=pp,recompute_layers=13', True)
 
     Args:
         model: a preset, such as llama3-8b, or a file or directory with a `config.json`.

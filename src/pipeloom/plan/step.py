@@ -138,7 +138,7 @@ def plan_step(
         CapacityError: no plan keeps `memory`.
     """
     families = tuple(families)
-    pairs = all(isinstance(each, (tuple, list)) and len(each) == 2 for each in families)
+    pairs = all(isinstance(each, (tuple, list)) and [*map(type, each)] == [str, int] for each in families)
     if not families or not pairs or not {name for name, _ in families} <= FAMILIES.keys():
         raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
     _require(lengths, ranks, replicas, tokens)

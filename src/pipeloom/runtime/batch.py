@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -61,18 +61,19 @@ class GivenBatch:
 
     @classmethod
     def of(
-        cls, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], microbatches: Sequence[Any] | None
+        cls, method: str, inputs: Any, targets: Any, keywords: Mapping[str, Any], microbatches: Iterable[Any] | None
     ) -> GivenBatch:
         """Return what was passed. Raises UsageError for both, for no micro-batch, and for one that is no such tuple."""
         if microbatches is None:
             return cls(method, ((inputs, targets, keywords),), True)
-        listed = isinstance(microbatches, Sequence) and microbatches
+        several = isinstance(microbatches, Iterable) and not isinstance(microbatches, Tensor | str)
+        listed = tuple(microbatches) if several else ()
         if inputs is not None or targets is not None or keywords or not listed:
             raise UsageError(
                 f"{method}: give inputs and targets, or a list of one or more microbatches= and nothing else"
             )
         parts = []
-        for at, each in enumerate(microbatches):
+        for at, each in enumerate(listed):
             part = tuple(each) if isinstance(each, (tuple, list)) else (each,)
             part += (None, {})[len(part) - 1 :]
             if len(part) != 3 or not isinstance(part[2], Mapping):

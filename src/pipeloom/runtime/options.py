@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -133,7 +134,7 @@ class RuntimeOptions:
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
         seconds = LEAST_TIMEOUT if self.timeout is None else self.timeout
-        if not isinstance(seconds, (int, float)) or not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
+        if not isinstance(seconds, Real) or not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
             problems.append(
                 f"timeout is {self.timeout!r}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
             )

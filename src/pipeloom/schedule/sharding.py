@@ -100,8 +100,8 @@ def reduce_gradients(schedule: Schedule, every: int = 0) -> Schedule:
                 if GRADS in kind.adds and PENDING not in kind.makes:
                     places[action.stage].append(at)
         for stage, ends in places.items():
-            chosen = [*ends[every - 1 :: every], ends[-1]] if every else ends[-1:]
-            for at in {_behind_groups(program, at) for at in chosen}:
+            positions = [*ends[every - 1 :: every], ends[-1]] if every else ends[-1:]
+            for at in {_behind_groups(program, at) for at in positions}:
                 yield at, REDUCE, Action("REDUCE_GRAD", stage)
 
     return _with_inserted(schedule, inserted)

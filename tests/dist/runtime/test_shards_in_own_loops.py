@@ -268,6 +268,50 @@ def test_shares_accumulate_steps_with_and_without_sums() -> None:
             assert torch.allclose(seen[name], gradient.flatten(), rtol=1e-5, atol=1e-6), (order, name)
 
 
+class Chooses(nn.Module):
+    """A layer one of whose matrices only some batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.some, self.every = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.every(x) + (self.some(x) if x.flatten()[0] > 0 else 0)  # type: ignore[no-any-return]
+
+
+def chosen(replica: int, at: int) -> tuple[Tensor, Tensor]:
+    """A batch, of which replica 1 does not use one matrix in the first step."""
+    x, y = data(at)[replica]
+    rows = x.flatten(1)
+    rows[:, 0] = -1.0 if (replica, at) == (1, 0) else 1.0
+    return rows.reshape(x.shape), y
+
+
+def accumulated_in_part(rank: int) -> list[tuple[str, int, int, list[float]]]:
+    """The gradients of this replica's shares after a step under no_sync, and one that sums."""
+    options = RuntimeOptions(monitor=False, shard_gradients=True)
+    layers = [Layer("chooses", Chooses)]
+    pipeline = Pipeline(layers, pl.schedules.gpipe(1, 2), loss=mse, mesh=Mesh.of(MeshShape(dp=2)), options=options)
+    shares = list(pipeline.shards())
+    with pipeline.no_sync():
+        pipeline.step(*chosen(rank, 0))
+    pipeline.step(*chosen(rank, 1))
+    pipeline.close()
+    return [(s.name, s.start, s.stop, s.tensor.grad.tolist()) for s in shares]  # type: ignore[union-attr]
+
+
+def test_shares_of_what_one_replica_has_not_used_accumulate_too() -> None:
+    model, seen = Chooses(), dict[str, Tensor]()
+    for at in (0, 1):
+        sum(mse(model(x), y) / 2 for x, y in (chosen(replica, at) for replica in (0, 1))).backward()  # type: ignore
+    for name, start, stop, values in [row for rows in run_ranks(accumulated_in_part, 2) for row in rows]:
+        seen.setdefault(name, torch.zeros(WIDTH * WIDTH))[start:stop] += torch.tensor(values)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(seen[f"chooses.{name}"], parameter.grad.flatten(), rtol=1e-5, atol=1e-6), name
+
+
 def norms_of_shares(rank: int) -> tuple[float, float, float]:
     """The norm of what an optimizer reads, after a caller replaced gradients and dropped one; what clipping finds and leaves."""
     pipeline = pipeline_of(1)

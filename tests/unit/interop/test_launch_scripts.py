@@ -234,6 +234,12 @@ def test_a_text_that_starts_two_jobs_says_which_is_read(tmp_path: Path) -> None:
     assert read_text(f"{tokenizer}\n{line}\n", tmp_path).unknown == ()
 
 
+def test_one_job_that_is_started_in_two_ways_is_one(tmp_path: Path) -> None:
+    line = "torchrun --nproc_per_node 8 pretrain_gpt.py " + " ".join((FOLDER / "flags.txt").read_text().split())
+    ways = f'if [ -n "$SLURM_JOB_ID" ]; then srun bash -c "{line}"; else {line}; fi\n'
+    assert not [words for words in read_text(ways, tmp_path).unknown if "jobs" in words]
+
+
 def test_a_length_that_is_not_in_the_text_is_that_of_the_positions(tmp_path: Path) -> None:
     text = (FOLDER / "flags.txt").read_text()
     text = text.replace("--seq-length 4096 --max-position-embeddings 4096", "--max-position-embeddings 1024")

@@ -68,6 +68,17 @@ def run(*words: str, given: str | None = None) -> Result:
     return CliRunner().invoke(app, words, input=given)
 
 
+def test_what_a_zero_level_stands_for_is_not_written_besides(tmp_path: Path) -> None:
+    path, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    path.write_text(text().replace("dp = 2", 'dp = 2\nzero = 3\nvocabulary = "pp"').replace("chunks = 2", "chunks = 1"))
+    path.write_text(path.read_text().replace('"interleaved"', '"1f1b"').replace('rounds = "tail"', ""))
+    result = run("translate", str(path), "--to", "pipeloom", "--strict")
+    assert not result.exit_code, result.exception
+    assert "transforms" not in result.stdout
+    again.write_text(result.stdout)
+    assert config_of(again) == config_of(path)
+
+
 @pytest.mark.parametrize("recompute", ['"none"', '"norms"', "[0, 2, 4, 6]"])
 def test_what_is_written_is_the_same_configuration(recompute: str, tmp_path: Path) -> None:
     path, again = tmp_path / "run.toml", tmp_path / "again.toml"
