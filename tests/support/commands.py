@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -142,6 +143,8 @@ def _work(words: list[str], environment: dict[str, str], out: int, err: int, pre
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", 1) for number in (1, 2))
     torch.set_num_threads(1)
+    for name in [name for name, module in sys.modules.items() if gettempdir() in str(getattr(module, "__file__", ""))]:
+        del sys.modules[name]  # of another test's folder
     prepare()
     if words[:1] == ["python"]:
         sys.path.insert(0, str(Path(words[1]).parent))

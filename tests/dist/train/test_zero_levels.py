@@ -109,7 +109,10 @@ def copied(rank: int, keys: dict[str, Any]) -> list[Any]:
         pipeline = build.build_pipeline(layout, torch.device("cpu"), Mesh.of(layout.mesh))
         assert any(str(cell)[1:3] == "O0" for program in pipeline.schedule.programs for cell in program) == bool(words)
         tokens = torch.randint(
-            0, 256, (8, 17), generator=torch.Generator().manual_seed(rank if layout.mesh.dp > 1 else 0)
+            0,
+            256,
+            (8 // layout.mesh.dp, 17),
+            generator=torch.Generator().manual_seed(rank if layout.mesh.dp > 1 else 0),
         )
         loss = float(pipeline.step(tokens[:, :-1], tokens[:, 1:]))
         assert pipeline.sync is not None

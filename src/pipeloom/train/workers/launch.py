@@ -320,7 +320,7 @@ def _fail(workers: list[_Worker], signals: _Signals, patience: Patience, folder:
         return code
     others = len(workers) - 1
     if others and rank in failures and not failures[rank].blames:
-        print(f"pipeloom: the ranks failed together: exit code {code}", file=sys.stderr, flush=True)
+        print(f"pipeloom: the ranks failed together: exit code {failures[rank].exit_code}", file=sys.stderr, flush=True)
         return failures[rank].exit_code
     stopped = f"; the other {others} were stopped" if others > 1 else "; the other one was stopped" if others else ""
     process = workers[rank].process.pid
