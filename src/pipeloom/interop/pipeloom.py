@@ -27,6 +27,8 @@ _SECONDS_AT_RISK = 1800  # between two checkpoints: what a failure costs at most
 KeyValues = dict[str, Any]
 """Key ("section.key") -> its value."""
 
+_WRITTEN: KeyValues = {"train.dtype": "bfloat16", "train.device": "cuda"}  # of every job of another system
+
 
 def read(path: Path) -> Job:
     """Return the run of a configuration. Raises ConfigError with every problem of every key."""
@@ -62,7 +64,7 @@ def unheld(job: Job, held: Layout | None = None) -> KeyValues:
             for key, value in values.items()
             if value != other[key] and key not in changed and value is not None
         }
-    plain = _flat(load()) | {"train.dtype": "bfloat16", "train.device": "cuda"}
+    plain = _flat(load()) | _WRITTEN
     carried = {*_carried(normal(job)), *(f"model.{spec.name}" for spec in fields(DecoderShape))}
     return {key: value for key, value in _own(job.ours).items() if value != plain[key] and key not in carried}
 
@@ -151,13 +153,8 @@ def write(
         if "schedule.name" in changed:  # whose transforms and options are another schedule's
             values |= {"schedule.transforms": None, "schedule.options": None}
     else:
-        values = _model_keys(job.shape, source) | _carried(job)
-        values |= {
-            "parallel.ep_nodes": ep_nodes,
-            "train.dtype": "bfloat16",
-            "train.device": "cuda",
-            "data.source": data,
-        }
+        values = _model_keys(job.shape, source) | _carried(job) | _WRITTEN
+        values |= {"parallel.ep_nodes": ep_nodes, "data.source": data}
         rate = suitable_rate(parameter_count(job.shape), source is not None, adapters is not None)
         values |= {"optimizer.lr": job.rate or rate}
         values |= {"checkpoint.every": max(1, round(_SECONDS_AT_RISK / seconds))} if seconds else {}
@@ -165,12 +162,8 @@ def write(
     values |= {"schedule.name": str(table), "schedule.chunks": None, "schedule.slices": None} if table else {}
     lines = list[str]()
     for section in SECTIONS:
-        keys = [key for key, value in values.items() if key.startswith(f"{section}.") and value is not None]
-        lines += (
-            [f"[{section}]", *(f"{key.partition('.')[2]} = {toml_value(values[key])}" for key in keys), ""]
-            if keys
-            else []
-        )
+        if keys := [key for key, value in values.items() if key.startswith(f"{section}.") and value is not None]:
+            lines += [f"[{section}]", *(f"{key.partition('.')[2]} = {toml_value(values[key])}" for key in keys), ""]
     return "\n".join(lines)
 
 

@@ -90,9 +90,10 @@ class Masters:
             now = self._gradients()
             if now and all(gradient is None for gradient, _ in now):
                 self._sync.zero_grad()
-            for (new, count), (old, before) in zip(now, self._taken, strict=True):
-                if new is not old or count != before:
-                    self._sync.require_summed()
+            elif any(
+                new is not old or count != before for (new, count), (old, before) in zip(now, self._taken, strict=True)
+            ):
+                self._sync.require_summed()
             return
         present = {buffer.bucket for master, buffer, *_ in self._places if master.tensor.grad is not None}
         for master, buffer, slot, section in self._places:

@@ -91,17 +91,17 @@ def _ranks_of_file(path: Path) -> list[tuple[int, list[dict[str, Any]]]]:
     The ranks are those in the names of the processes, or where these name none for each, their places by number.
     """
     processes: dict[str, list[dict[str, Any]]] = {}
+    named: dict[str, int] = {}
     trace = _read(path)
-    for event in _events_of(trace, path):
-        processes.setdefault(str(event.get("pid")), []).append(event)
+    for event in _events_of(trace, path, ("X", "C", "M")):
+        pid = str(event.get("pid"))
+        if event["ph"] != "M":
+            processes.setdefault(pid, []).append(event)
+        elif event.get("name") == "process_name" and (number := _NUMBER.search(str(event.get("args")))):
+            named[pid] = int(number[1])
     every = sorted(processes, key=lambda pid: (len(pid), pid))
     with_actions = [pid for pid in every if _row(processes[pid], 0, path).steps]
     _require_all(path, trace, len(with_actions) or 1)
-    named = {
-        str(event.get("pid")): int(number[1])
-        for event in _events_of(trace, path, ("M",))
-        if event.get("name") == "process_name" and (number := _NUMBER.search(str(event.get("args"))))
-    }
     held = with_actions or every
     ranks = {named[pid]: processes[pid] for pid in held if pid in named}
     return sorted(ranks.items()) if len(ranks) == len(held) else [(at, processes[pid]) for at, pid in enumerate(held)]
