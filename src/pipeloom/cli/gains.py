@@ -156,9 +156,12 @@ class JobGain:
             )
             return [*lines, f"nothing worth changing: {words}, and {100 * least:.1f} % would be ({source})"]
         saves = 100 * self.gain(self.best)
-        words = (
-            f"change, which saves {saves:.1f} % of the step and" if saves > 0 else "change, so that the job fits: it"
-        )
+        if saves > 0:
+            words = f"change, which saves {saves:.1f} % of the step and"
+        elif self.best.prediction.peak <= self.space.memory:
+            words = "change, so that the job fits: it"
+        else:
+            words = "no change makes it fit; the nearest"
         room = f"{gib(self.best.prediction.peak)} of {gib(self.space.memory)} GiB"
         lines.append(f"{words} needs {room} ({self._reason(self.best)}):")
         return [*lines, *(f"  {line}" for line in diff_lines(job, self.best.job))]

@@ -52,7 +52,9 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
             for time, level in curves[rank]
         ]
     events += _flows(timeline, unit)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"schedule": heading(timeline)}}
+    world = {"world_size": timeline.schedule.ranks}
+    other = {"schedule": heading(timeline)}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "distributedInfo": world, "otherData": other}
 
 
 def _all_to_all(timeline: Timeline, box: EntryBox, unit: float) -> Iterator[dict[str, Any]]:

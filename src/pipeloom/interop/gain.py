@@ -16,6 +16,8 @@ from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.plan.search import OFFERED, OVERLAPPED, PlanRequest, estimate, steps
+from pipeloom.schedule import Schedule
+from pipeloom.schedule.placement import name_of
 from pipeloom.shapes.ops import OFFLOADED, Runtime
 
 RATIO_ERRORS = {"megatron": 0.023, "torchtitan": 0.032, "pipeloom": 0.024}
@@ -28,6 +30,7 @@ _MOST_STEPS = 12
 _SURE = 0.98  # share of the least ratio so far of predicted seconds to estimated ones, below which none is expected
 _AXES = ("dp", "tp", "cp", "pp", "ep")
 _PAIRED = ("delay_wgrad", "overlap_experts")
+_PLACED = {"linear": "1f1b", "loop": "interleaved", "vee": "zbv"}
 
 
 def least_gain(system: str) -> tuple[float, str]:
@@ -79,7 +82,14 @@ class Neighbourhood:
 
     def run(self, job: Job) -> Run:
         """Return the job with its costs. Raises UsageError for one that cannot be predicted."""
-        prediction = self.planner_of(job).predict(job.layout)
+        planner, layout, order = self.planner_of(job), job.layout, job.order
+        if order is None or layout.pp == 1:
+            prediction = planner.predict(layout)
+        elif (order.ranks, order.chunks, order.microbatches) != (layout.pp, layout.v, layout.m):
+            sizes = f"pp={order.ranks}, v={order.chunks}, m={order.microbatches}"
+            raise UsageError(f"{layout.schedule} has {sizes}, and the job pp={layout.pp}, v={layout.v}, m={layout.m}")
+        else:
+            prediction = planner.with_schedule(_of_family(layout, order), order)
         stages = prediction.stages if job.layout.pp > 1 else ()
         return Run(normal(replace(job, layout=replace(job.layout, stages=stages, cut="even"))), prediction)
 
@@ -124,7 +134,7 @@ class Neighbourhood:
     def _estimated(self, job: Job) -> float:
         """Return the estimated seconds of a job that a prediction may take; infinite where there is no estimate."""
         with suppress(UsageError, ValueError, ArithmeticError):  # more stages than layers
-            return estimate(self.planner_of(job), job.layout).seconds
+            return estimate(self.planner_of(job), _of_family(job.layout, job.order)).seconds
         return inf
 
     def rank(self, run: Run) -> tuple[float, float]:
@@ -177,6 +187,15 @@ class Neighbourhood:
                 yield replace(other, etp=etp, group=group)
         if plain.micro_batch % 2 == 0:
             yield replace(plain, micro_batch=plain.micro_batch // 2, m=2 * plain.m)
+
+
+def _of_family(layout: PlannedLayout, order: Schedule | None) -> PlannedLayout:
+    """Return the layout with a family that places its stages as the order of a file does (None: it is none's)."""
+    if order is None:
+        return layout
+    if (placed := name_of(order.placement, order.ranks)) not in _PLACED:
+        raise UsageError(f"{layout.schedule}: a plan has its stages in a line, a loop or a V")
+    return replace(layout, schedule=_PLACED[placed])
 
 
 def _schedules(plain: PlannedLayout, system: str) -> Iterator[PlannedLayout]:

@@ -65,7 +65,7 @@ _KINDS: dict[str, type] = {flag: int for group in (*_GROUPS, _AXES) for flag, _ 
             moe-expert-capacity-factor activation-offload-fraction attention-dropout lr""",
         str: """pipeline-model-parallel-layout recompute-granularity recompute-method fp8-format fp8-recipe normalization
             position-embedding-type moe-layer-freq moe-router-score-function moe-token-dispatcher-type tokenizer-type
-            data-parallel-sharding-strategy moe-flex-dispatcher-backend""",
+            data-parallel-sharding-strategy""",
         bool: """bf16 fp16 group-query-attention swiglu disable-bias-linear add-qkv-bias qk-layernorm moe-shared-expert-gate
             moe-pad-expert-input-to-capacity
             untie-embeddings-and-output-weights moe-router-pre-softmax multi-latent-attention use-distributed-optimizer
@@ -94,7 +94,7 @@ _READ_AS = {
     "fp16": ("", "bf16"), "fp8-format": ("hybrid", "hybrid"), "optimizer": ("adam", "the state of adam"),
     "position-embedding-type": ("rope learned_absolute", "rope"), "rotary-percent": ("1 1.0", "1.0"),
     "attention-backend": ("auto flash fused", _FUSED), "moe-router-load-balancing-type": ("aux_loss", "aux_loss"),
-    "transformer-impl": ("transformer_engine", _FUSED),
+    "moe-flex-dispatcher-backend": ("deepep", "deepep"), "transformer-impl": ("transformer_engine", _FUSED),
 }  # fmt: skip
 # Flags of data, logs, checkpoints, the optimizer's rates and kernels: neither sizes, nor what the model computes, nor time and
 # memory by more than their own small tensors.
@@ -315,7 +315,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     offload = (get("offload-modules") or ()) if get("fine-grained-activation-offloading") else ()
     _require_known("offload-modules", offload, OFFLOADED)
     recompute, layers, span = _recomputing(values)
-    deepep = get("moe-enable-deepep") or get("moe-flex-dispatcher-backend") == "deepep"
+    dispatcher = get("moe-token-dispatcher-type") or ""
     layout = PlannedLayout(
         dp, v=v,
         m=total // (micro * dp),
@@ -337,7 +337,7 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
         fp8=(get("fp8-recipe") or "delayed") if get("fp8-format") else "",
         options=tuple(sorted(options)),
         context="+".join(get("cp-comm-type") or ()) if cp > 1 else "",
-        dispatcher="deepep" if deepep else get("moe-token-dispatcher-type") or "",
+        dispatcher="deepep" if dispatcher == "flex" or get("moe-enable-deepep") else dispatcher,
         sequence=bool(get("sequence-parallel")),
         attention_dropout=get("attention-dropout", 0.1) or 0.0,
         rate=max(0.0, get("lr") or 0.0),

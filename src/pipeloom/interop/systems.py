@@ -18,7 +18,6 @@ from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import Sends
-from pipeloom.schedule.files import load as load_schedule
 from pipeloom.shapes.decoder import DecoderShape
 
 _LARGEST = 2**20  # bytes of a script
@@ -99,7 +98,7 @@ def translated(job: Job, to: str, schedule: Schedule | None = None) -> tuple[str
     common += ["vocabulary=pp: the output layer is not spread; nearest: vocabulary=last"] * (layout.vocabulary == "pp")
     if to == "torch-csv":
         _require(to, common)
-        schedule = schedule or (load_schedule(layout.schedule) if layout.schedule.endswith(".csv") else layout.built())
+        schedule = schedule or job.order or layout.built()
         text, notes = torch_runtime.csv_of(schedule)
         names = ("pp", "v", "m", "schedule", "group")
         held = PlannedLayout(zero=0, cut="even", **{name: getattr(layout, name) for name in names})

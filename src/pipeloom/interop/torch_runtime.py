@@ -184,7 +184,8 @@ def refusals(job: Job, system: str) -> list[str]:
     spread = layout.dp * layout.cp * layout.tp
     torch, m, rounds = "torch, schedules.py", layout.m, max(1, layout.m // layout.pp)
     rows = (
-        (piped and not word and not family.endswith(".csv"), f"there is no schedule {family!r:.60} ({torch})", "interleaved"),
+        (piped and not word and not family.endswith(".csv"), f"there is no schedule {family!r:.60} ({torch})",
+         "the CSV of --to torch-csv" if names_a_file(family) else "interleaved"),
         (piped and family in _SINGLE and layout.v > 1, f"{word} has one stage a rank, not {layout.v} ({builder})", "v=1"),
         (piped and bool(word) and family not in _SINGLE and layout.v < 2, f"{word} needs two stages a rank ({builder})", "v=2"),
         (piped and family in _VEE and layout.v > 2, f"{word} has two stages a rank, not {layout.v} ({torch})", "v=2"),

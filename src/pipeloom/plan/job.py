@@ -7,7 +7,9 @@ from typing import Any
 
 from pipeloom.config import Layout
 from pipeloom.plan.layout import RECOMPUTE, PlannedLayout, even_stages
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.families import canonical_name
+from pipeloom.schedule.files import load, names_a_file
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import OFFLOADED
 
@@ -25,13 +27,13 @@ class Job:
 
     Attributes:
         shape: the model; None: the words do not describe it.
-        layout: axes, batch, schedule, recomputation; a schedule may be the path of a CSV file.
+        layout: axes, batch, schedule, recomputation; a schedule may be the path of a file.
         recompute_span: blocks whose input alone is kept, so that they are recomputed together.
         offload_share: the share of the tensors that `layout.offload` names.
         fp8: name of the recipe of 8-bit products; "": none.
         options: of `OPTIONS`, in alphabetical order.
         context: how context parallelism exchanges keys and values, in Megatron's words joined by "+"; "": the system's choice.
-        dispatcher: how tokens travel to their experts: "allgather", "alltoall", "flex" or "deepep"; "": the system's choice.
+        dispatcher: how tokens travel to their experts: "allgather", "alltoall" or "deepep"; "": the system's choice.
         sequence: tp divides the activations outside of products too, by tokens (sequence parallelism).
         attention_dropout: the share of attention's probabilities that are dropped.
         rate: of learning; 0: the words do not say it. Only our own trainer's configuration is written with one.
@@ -54,6 +56,11 @@ class Job:
     unknown: tuple[str, ...] = field(default=(), compare=False)
     system: str = field(default="", compare=False)
     ours: Layout | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def order(self) -> Schedule | None:
+        """The schedule of the file that the layout names; None: it names a family. Raises as `load`."""
+        return load(self.layout.schedule) if names_a_file(self.layout.schedule) else None
 
 
 def normal(job: Job) -> Job:

@@ -17,6 +17,7 @@ from pipeloom.plan.predict import Planner
 from pipeloom.plan.time import AxisRates, Device, StepTime, busy_parts
 from pipeloom.plan.time import device as load_device
 from pipeloom.schedule import Timeline, simulate
+from pipeloom.schedule.files import names_a_file
 from pipeloom.shapes.cut import spans
 from pipeloom.shapes.mesh import uneven_parts
 from pipeloom.shapes.ops import RUNTIMES, Adapters, Runtime
@@ -60,7 +61,7 @@ def runtime_of(config: Config, device: Device | None) -> Runtime:
 
 
 def layout_of(layout: Layout) -> PlannedLayout:
-    """The layout as the planner has it. Its schedule is named, and need not be a family."""
+    """The layout as the planner has it. Its schedule is named, and need not be a family: it may be a file."""
     config, mesh = layout.config, layout.mesh
     recompute, stages = config.train.recompute, layout.stage_layers
     counts = range(1, max(stages) + 1) if isinstance(recompute, tuple) else ()
@@ -75,7 +76,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         zero=config.parallel.zero or int(config.optimizer.zero1),
         recompute=recompute if isinstance(recompute, str) else "full" if first else "none",
         recompute_layers=first,
-        schedule=layout.schedule.name,
+        schedule=config.schedule.name if names_a_file(config.schedule.name) else layout.schedule.name,
         capacity=config.model.capacity_factor,
         slices=layout.schedule.slices,
         vocabulary="pp" if layout.schedule.vocabulary else "last",

@@ -103,7 +103,7 @@ HUB_FAMILIES = {
         True,
         f"{_SPARSE} attention_bias",
     ),
-    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2": replace(_DEEPSEEK, defaults={"shared_expert_gate": False, "norm_topk_prob": False}),
     "deepseek_v3": replace(_DEEPSEEK, fixed={**_PLAIN, "router": "sigmoid"}),
     "gpt2": HubFamily(
         {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}, {"gated": False}, keys="n_positions"

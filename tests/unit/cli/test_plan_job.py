@@ -96,6 +96,8 @@ def test_a_job_for_which_nothing_fits_ends_with_the_code_of_capacity(script: str
     assert isinstance(result.exception, CapacityError)
     assert result.exit_code
     assert "the smallest run near it needs" in str(result.exception)
+    assert "no change makes it fit; the nearest needs " in result.stdout
+    assert "so that the job fits" not in result.stdout
 
 
 @pytest.mark.parametrize("words", ["--seq 8192", "--layout pp=4", "--as megatron", "--fixed tp=1", "--global-batch 8"])

@@ -187,6 +187,7 @@ def read_text(text: str, tmp_path: Path) -> Job:
         ("--moe-router-load-balancing-type sinkhorn", "--moe-router-load-balancing-type sinkhorn: aux_loss is read"),
         ("--attention-backend unfused", "--attention-backend unfused: fused attention, which keeps no scores, is read"),
         ("--transformer-impl local", "--transformer-impl local: fused attention, which keeps no scores, is read"),
+        ("--moe-flex-dispatcher-backend hybridep", "--moe-flex-dispatcher-backend hybridep: deepep is read"),
         ("--use-rope-scaling", "--use-rope-scaling: it is neither written nor predicted"),
         ("--use-tp-pp-dp-mapping", "--use-tp-pp-dp-mapping: it is neither written nor predicted"),
         ("--no-bias-swiglu-fusion", "--no-bias-swiglu-fusion: it is neither written nor predicted"),
@@ -211,6 +212,11 @@ def test_a_value_that_is_read_as_another_is_listed(flags: str, sentence: str, tm
 )
 def test_a_value_that_is_written_too_is_not_listed(flags: str, tmp_path: Path) -> None:
     assert read_text((FOLDER / "flags.txt").read_text().strip() + f" {flags}\n", tmp_path).unknown == ()
+
+
+def test_megatron_s_flexible_dispatcher_is_deepep_by_default(tmp_path: Path) -> None:
+    flags = (FOLDER / "flags.txt").read_text().strip()
+    assert read_text(f"{flags} --moe-token-dispatcher-type flex\n", tmp_path).dispatcher == "deepep"
 
 
 @pytest.mark.parametrize(
@@ -373,6 +379,15 @@ def test_a_known_model_has_its_own_numbers_in_megatron_s_flags(name: str, flags:
     text = translated(Job(load_model(name), PlannedLayout(dp=8)), "megatron")[0]
     assert all(f"{flag} " in text for flag in flags)
     assert "--moe-z-loss-coeff 0.001" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "softmax_first"),
+    [("qwen3-30b-a3b", False), ("qwen3-235b-a22b", False), ("deepseek-v2", True), ("deepseek-v3", False)],
+)
+def test_the_weights_of_a_known_model_s_experts_sum_to_one_as_its_own_do(name: str, softmax_first: bool) -> None:
+    text = translated(Job(load_model(name), PlannedLayout(dp=8)), "megatron")[0]
+    assert ("--moe-router-pre-softmax" in text) == softmax_first
 
 
 @pytest.mark.parametrize(

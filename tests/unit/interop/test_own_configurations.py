@@ -9,12 +9,15 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import pipeloom as pl
 from pipeloom.cli import app
 from pipeloom.cli.gains import gain_of, notes
 from pipeloom.config import Config, load_layout
+from pipeloom.errors import UsageError
 from pipeloom.interop.systems import SYSTEMS, read_job, translated
 from pipeloom.plan import load_device
 from pipeloom.plan.run import predicted
+from pipeloom.schedule.csv_form import to_csv
 
 RUN = """[model]
 num_hidden_layers = 8
@@ -137,6 +140,40 @@ def test_a_job_needs_the_bytes_of_its_dry_run(more: dict[str, str], tmp_path: Pa
     job = read_job(str(tmp_path / "run.toml"))
     assert gain_of(job, device).now.prediction.peak == dry.peak
     assert notes(job) == []
+
+
+def test_a_job_is_predicted_in_the_order_of_the_file_that_it_names(tmp_path: Path) -> None:
+    """The file is longer than the schedule of the family whose name it has."""
+    order = pl.schedules.v_min(2, 4)
+    table, device = tmp_path / "zbv.csv", load_device("h100")
+    table.write_text(to_csv(order))
+    toml = text().replace('name = "interleaved"', f"name = '{table}'").replace('rounds = "tail"', "")
+    (tmp_path / "run.toml").write_text(toml)
+    dry = predicted(load_layout(tmp_path / "run.toml", world_size=0), device)
+    job = read_job(str(tmp_path / "run.toml"))
+    gain = gain_of(job, device)
+    assert dry.step is not None
+    assert gain.now.seconds == pytest.approx(dry.step.total, rel=1e-6)
+    assert gain.now.prediction.peak == dry.peak
+    assert gain.now.seconds > gain.space.run(replace(job, layout=replace(job.layout, schedule="zbv"))).seconds
+    assert translated(job, "torch-csv")[0] == to_csv(order)
+
+
+@pytest.mark.parametrize(("sizes", "words"), [((4, 4), "has pp=4, v=2, m=4, and the job pp=2"), (None, "cannot read")])
+def test_a_file_that_is_no_order_of_the_job_is_refused(
+    sizes: tuple[int, int] | None, words: str, tmp_path: Path
+) -> None:
+    table = tmp_path / "order.csv"
+    if sizes is not None:
+        table.write_text(to_csv(pl.schedules.zbv(*sizes)))
+    titan = (
+        "torchrun --nproc_per_node=2 -m torchtitan.train --module llama3 --config llama3_8b --training.local_batch_size 4 "
+        "--parallelism.pipeline_parallel_degree 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble "
+        f"--parallelism.pipeline_parallel_schedule_csv {table}"
+    )
+    job = replace(SYSTEMS["torchtitan"].read(titan), system="torchtitan")
+    with pytest.raises(UsageError, match=words):
+        gain_of(job, load_device("h100"))
 
 
 def test_what_a_prediction_does_not_count_is_said() -> None:

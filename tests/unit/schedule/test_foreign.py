@@ -285,6 +285,15 @@ def test_a_pipeline_without_the_trace_of_a_process_is_refused(tmp_path: Path) ->
         load(folder_of(tmp_path / "odd", {"a.json": kineto(-1, alone), "b.json": kineto(1, SECOND)}))
 
 
+def test_a_trace_of_ours_without_its_last_rank_is_refused(tmp_path: Path) -> None:
+    trace = pl.draw.trace(_simulated("1f1b", 4, 8))
+    (tmp_path / "t.json").write_text(
+        json.dumps(trace | {"traceEvents": [event for event in trace["traceEvents"] if event.get("pid") != 3]})
+    )
+    with pytest.raises(UsageError, match="holds the traces of 3 of 4 processes"):
+        load(tmp_path / "t.json")
+
+
 def test_a_rank_that_a_trace_lacks_is_named(tmp_path: Path) -> None:
     path, events = tmp_path / "trace.json", pl.draw.trace(_simulated("1f1b", 4, 8))["traceEvents"]
     path.write_text(json.dumps({"traceEvents": [event for event in events if event.get("pid") != 2]}))
