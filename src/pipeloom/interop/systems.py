@@ -145,10 +145,10 @@ def written(
     """
     layout = replace(prediction.layout, stages=prediction.stages)
     if planner.runtime.sharded:  # a pipeline's stages stay gathered
-        layout = replace(layout, zero=2 if layout.pp > 1 else 3)
+        layout = replace(layout, zero=0 if layout.dp * layout.cp == 1 else 2 if layout.pp > 1 else 3)
     paired = layout.schedule == "interleaved-overlap"
     options = ["delay_wgrad", "overlap_experts"] * paired
-    if planner.runtime.hides_state and layout.dp * layout.cp > 1:
+    if to == "megatron" and planner.runtime.hides_state and layout.dp * layout.cp > 1:
         options += ["overlap_grads", "overlap_params"][: 1 + (layout.zero > 0)]
     dispatcher = "deepep" if prediction.ep_nodes > 1 else "alltoall" if paired else ""
     job = normal(Job(planner.shape, layout, options=tuple(sorted(options)), dispatcher=dispatcher))
@@ -162,6 +162,11 @@ def written(
             *[f"{adapters}: they are not written; {to} would train all weights"] * (adapters is not None),
         ]
     foreign = ["adapters without a Hugging Face directory are not there"] * (adapters is not None and not source)
-    foreign += [f"offload={layout.offload} is not there; nearest: offload=none"] * (layout.offload != "none")
+    ours = {"etp": layout.tp if job.layout.etp else 0, "grads": "fp32", "group": 0, "offload": "none"}
+    foreign += [
+        f"{key}={value} is not there; nearest: {key}={own}"
+        for key, own in ours.items()
+        if (value := getattr(job.layout, key)) != own
+    ]
     _require(to, [*pipeloom.refusals(job, source), *foreign])
     return pipeloom.write(job, source, table, data, prediction.ep_nodes, prediction.step.total, adapters), []

@@ -752,8 +752,29 @@ def test_what_is_copied_can_be_fixed_and_only_megatron_copies_it():
     assert not PlanRequest.of("pipeloom", 16, H100.memory, 32, 4096).offload
     prediction = planned.predict(parse_layout("pp=2,m=4,offload=core_attn"))
     assert "--offload-modules core_attn" in written(prediction, planned, "megatron")[0]
-    with pytest.raises(UsageError, match="offload=core_attn is not there; nearest: offload=none"):
-        written(prediction, planned, "pipeloom")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tp=2,pp=2,m=4,etp=1", "etp=1 is not there; nearest: etp=2"),
+        ("pp=2,m=4,grads=bf16", "grads=bf16 is not there; nearest: grads=fp32"),
+        ("pp=2,v=2,m=8,group=4", "group=4 is not there; nearest: group=0"),
+        ("pp=2,m=4,offload=core_attn", "offload=core_attn is not there; nearest: offload=none"),
+    ],
+)
+def test_what_our_trainer_does_not_have_is_not_written_as_something_else(text, words):
+    planned = planner("mixtral-8x7b")
+    with pytest.raises(UsageError, match=words):
+        written(planned.predict(parse_layout(text)), planned, "pipeloom")
+
+
+@pytest.mark.parametrize("text", ["pp=2,m=8,zero=0", "pp=2,m=8,dp=2,zero=2"])
+def test_a_plan_for_torchtitan_loses_nothing_in_its_words(text):
+    planned = Planner(load_model("llama3-8b"), H100, RUNTIMES["torchtitan"])
+    prediction = planned.predict(parse_layout(text, PlannedLayout(cut="even")))
+    _, losses = written(prediction, planned, "torchtitan")
+    assert losses == []
 
 
 @pytest.mark.parametrize("gib", [24, 28])
