@@ -325,10 +325,11 @@ def _adopt(merged: Merged, key: str, file: str, values: Mapping[str, Any], fixed
     """Take the `values` that `file` describes. Raises ConfigError where the user gave others for the names `fixed`."""
     section, _, which = key.partition(".")
     table = merged.values[section]
+    known = built_in("default")[section] | values  # a run's config.toml holds every key
     for name in sorted(fixed):
         value = list(table[name]) if isinstance(table.get(name), tuple) else table.get(name)
-        if f"{section}.{name}" in merged.given and value != values.get(name):
-            raise ConfigError(f'{section}.{name} = {value}: {key} = "{table[which]}" sets it; leave it out')
+        if f"{section}.{name}" in merged.given and value != known.get(name):
+            raise ConfigError(f'{section}.{name} = {shown(value)}: {key} = "{table[which]}" sets it; leave it out')
     merged.adopt({f"{section}.{name}": value for name, value in values.items()}, file)
 
 

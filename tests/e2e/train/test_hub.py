@@ -19,7 +19,7 @@ import pipeloom as pl
 from commands import pipeloom
 from corpora import tokenizer_directory, tokenizer_file
 from pipeloom import checkpoint
-from pipeloom.config import load, load_layout
+from pipeloom.config import load, load_layout, to_toml
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.measure.build import build_pipeline
 from pipeloom.models import cross_entropy, hf, hub_name, layers, tied
@@ -337,6 +337,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
         ),
         ({"parallel.dp": 2, "parallel.ep": 2}, r"parallel\.ep = 2: it applies to Pipeloom's own decoder only"),
         ({"model.hidden_size": 64}, r'model\.hidden_size = 64: model\.source = ".*" sets it; leave it out'),
+        ({"model.qk_norm": True}, r'model\.qk_norm = true: model\.source = ".*" sets it; leave it out'),
         ({"model.source": "/nowhere"}, r"config\.json cannot be read"),
     ],
 )
@@ -351,6 +352,9 @@ def test_a_source_gives_its_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(gpt))
     model = load(None, {"model.source": str(tmp_path)}).model
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads, model.vocab_size) == (6, 48, 3, 300)
+    config = load(None, {"model.source": str(tmp_path), "train.seq_len": 32})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load(tmp_path / "config.toml") == config
     sizes = {**_SIZES, **_QWEN_MOE, "num_hidden_layers": 6, "head_dim": 8}
     deepseek = {
         "model_type": "deepseek_v3",
