@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.cli.output import emit, write, write_csv
+from pipeloom.config.sections import PARTS_OF_BLOCKS
 from pipeloom.config.settings import toml_value
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.interop.gain import RUNTIME_OF, Neighbourhood, Run, changed_flags, diff_lines, least_gain
@@ -193,6 +194,9 @@ def notes(job: Job) -> list[str]:
     """Return sentences on what the system refuses of a job, what was not understood, and what a prediction leaves out."""
     left_out = {
         "fp8": job.fp8 and f"{job.fp8} products of 8 bits are predicted as those of 16",
+        "part": job.ours is not None
+        and job.layout.recompute in PARTS_OF_BLOCKS
+        and f"recompute={job.layout.recompute} is predicted block by block: a dry run has the bytes of a whole stage's",
         "span": job.recompute_span > 1
         and f"recomputing {job.recompute_span} blocks together is predicted as one by one",
         "share": job.offload_share < 1 and f"{job.offload_share:g} of the offloaded tensors: all are predicted",
@@ -205,8 +209,9 @@ def notes(job: Job) -> list[str]:
         *(
             f"{key} = {toml_value(value)} is not in the prediction"
             for key, value in unheld(job).items()
-            # the runtime has what matters of the others, the shape what a directory says
-            if key.startswith(("model.", "parallel.", "schedule.")) and key != "model.source"
+            # the runtime has what matters of the others, the shape what a directory or a preset says
+            if key.startswith(("model.", "parallel.", "schedule."))
+            and key not in ("model.source", "model.weights", "model.preset")
         ),
     ]
 

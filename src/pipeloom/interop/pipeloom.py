@@ -45,7 +45,12 @@ def _job(ours: Layout) -> Job:
             f"train.recompute = {list(recompute)}: a plan recomputes the first blocks of every stage, as many of each; "
             f"nearest: {near}"
         )
-    return Job(config.model.shape(), planned, sequence=config.parallel.sp, rate=config.optimizer.lr, ours=ours)
+    rows = sorted({*ours.microbatch_sizes}, reverse=True)
+    uneven = f"micro-batches of {' and '.join(map(str, rows))} sequences: all are read with {rows[0]}"
+    return Job(
+        config.model.shape(), planned, sequence=config.parallel.sp, rate=config.optimizer.lr,
+        unknown=(uneven,) * (len(rows) > 1), ours=ours,
+    )  # fmt: skip
 
 
 def unheld(job: Job, held: Layout | None = None) -> KeyValues:

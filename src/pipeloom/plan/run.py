@@ -121,6 +121,11 @@ def predicted(
         stages = [planner.stage_seconds(mixed[start:end], planned, links) for start, end in of_stage]
         times = [replace(each, recompute=0.0) for each in stages]
     run = planner.costs(times, planned, links, layout.schedule)
+    if (part := planned.recompute) in PARTS_OF_BLOCKS and measured_layers is None:
+        with_part = planner.timed_layers(planned)  # whose input gradients make it again
+        plain, times = times, [planner.stage_seconds(with_part[start:end], planned, links) for start, end in of_stage]
+        seconds = tuple(each.input_grad - without.input_grad for each, without in zip(times, plain, strict=True))
+        run = replace(run, parts={part: seconds})
     run = replace(run, bytes=run_bytes(layout.schedule, of_stage, planned, layers, timed, again, planner.runtime))
     if layout.cuts is not None:  # which may be even in tokens instead
         run = layout.cuts.costs(run)

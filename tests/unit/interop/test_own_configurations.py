@@ -142,6 +142,25 @@ def test_a_job_needs_the_bytes_of_its_dry_run(more: dict[str, str], tmp_path: Pa
     assert notes(job) == []
 
 
+@pytest.mark.parametrize("part", ["norms", "attention", "mlp"])
+def test_recomputing_a_part_takes_its_forward_alone(part: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(text(train=f'recompute = "{part}"').replace('rounds = "tail"', ""))
+    device = load_device("h100")
+    dry = predicted(load_layout(tmp_path / "run.toml", world_size=0), device)
+    job = read_job(str(tmp_path / "run.toml"))
+    assert dry.step is not None
+    assert dry.step.compute == pytest.approx(gain_of(job, device).now.prediction.step.compute, rel=1e-6)
+    assert notes(job) == [f"recompute={part} is predicted block by block: a dry run has the bytes of a whole stage's"]
+
+
+def test_a_preset_is_in_the_prediction_and_uneven_micro_batches_are_named(tmp_path: Path) -> None:
+    toml = '[model]\npreset = "llama3-8b"\n[parallel]\npp = 2\ndp = 2\n[schedule]\nname = "1f1b"\nmicrobatches = 8\n'
+    (tmp_path / "run.toml").write_text(f'{toml}[train]\nglobal_batch_size = 34\ndtype = "bfloat16"\ndevice = "cuda"\n')
+    assert notes(read_job(str(tmp_path / "run.toml"))) == [
+        "not understood: micro-batches of 3 and 2 sequences: all are read with 3"
+    ]
+
+
 def test_a_job_is_predicted_in_the_order_of_the_file_that_it_names(tmp_path: Path) -> None:
     """The file is longer than the schedule of the family whose name it has."""
     order = pl.schedules.v_min(2, 4)
