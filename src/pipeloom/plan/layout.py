@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from pipeloom.errors import UsageError, did_you_mean, divisors
 from pipeloom.schedule import Costs, Schedule
-from pipeloom.schedule.families import build
+from pipeloom.schedule.families import FAMILIES, build, canonical_name
 from pipeloom.schedule.slices import balanced_cuts
 from pipeloom.schedule.vocabulary import with_shares
 from pipeloom.shapes.decoder import DecoderShape
@@ -200,7 +200,12 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
         divides("ep", layout.ep, layout.expert_ranks, "ranks of dp x cp x tp / etp")
     if layout.ep > 1 and shape.num_experts:
         divides("ep", layout.ep, shape.num_experts, "experts")
-    divides("cp", 2 * layout.cp if layout.cp > 1 else 1, layout.seq, "tokens of a sequence")
+    if layout.cp > 1 and layout.seq % (2 * layout.cp):  # a rank takes two mirrored pieces
+        fitting = [each for each in divisors(layout.seq) if each < layout.cp and layout.seq % (2 * each) == 0]
+        reasons.append(
+            f"cp={layout.cp}: twice as many pieces do not divide the {layout.seq} tokens of a sequence; "
+            f"nearest: cp={max(fitting, default=1)}"
+        )
     if layout.slices > 1:
         try:
             balanced_cuts(layout.seq, layout.slices, multiple=layout.slice_multiple)
@@ -219,8 +224,11 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
     used = {name: value for name, value in features.items() if value}
     reasons += [f"{name.removesuffix('_factor')}={used[name]}: {reason}" for name, reason in broken(used)]
     if layout.pp * layout.v > shape.num_hidden_layers and not layout.stages:
-        nearest = max(1, shape.num_hidden_layers // layout.pp)
+        chunks = shape.num_hidden_layers // layout.pp
+        nearest = f"v={chunks}" if chunks else f"pp={shape.num_hidden_layers}"
         reasons.append(
-            f"pp={layout.pp} times v={layout.v} is more than the {shape.num_hidden_layers} blocks; nearest: v={nearest}"
+            f"pp={layout.pp} times v={layout.v} is more than the {shape.num_hidden_layers} blocks; nearest: {nearest}"
         )
+    if layout.group and canonical_name(layout.schedule) in FAMILIES.keys() - {*WHOLE_ROUNDS, "gis"}:
+        reasons.append(f"group={layout.group}: {layout.schedule} takes no groups of micro-batches; nearest: group=0")
     return reasons

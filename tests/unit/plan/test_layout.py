@@ -107,8 +107,12 @@ def test_bad_layouts_name_key_value_and_the_nearest(text, words):
         ({"tp": 3}, "tp=3 does not divide the 32 attention heads; nearest: tp=2"),
         ({"tp": 16}, "tp=16 does not divide the 8 key and value heads; nearest: tp=8"),
         ({"ep": 2, "dp": 2}, "ep=2: the model has no experts; nearest: 1"),
-        ({"pp": 64}, "pp=64 times v=1 is more than the 32 blocks; nearest: v=1"),
-        ({"cp": 3}, "cp=6 does not divide the 4096 tokens"),
+        ({"pp": 8, "v": 5}, "pp=8 times v=5 is more than the 32 blocks; nearest: v=4"),
+        ({"pp": 64}, "pp=64 times v=1 is more than the 32 blocks; nearest: pp=32"),
+        ({"cp": 3}, "cp=3: twice as many pieces do not divide the 4096 tokens of a sequence; nearest: cp=2"),
+        ({"cp": 39, "seq": 4095}, "the 4095 tokens of a sequence; nearest: cp=1"),
+        ({"cp": 7, "seq": 2040}, "the 2040 tokens of a sequence; nearest: cp=6"),
+        ({"pp": 2, "group": 4}, "group=4: 1f1b takes no groups of micro-batches; nearest: group=0"),
     ],
 )
 def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
