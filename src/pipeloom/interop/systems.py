@@ -164,9 +164,9 @@ def written(
     foreign = ["adapters without a Hugging Face directory are not there"] * (adapters is not None and not source)
     ours = {"etp": layout.tp if job.layout.etp else 0, "grads": "fp32", "group": 0, "offload": "none"}
     foreign += [
-        f"{key}={value} is not there; nearest: {key}={own}"
-        for key, own in ours.items()
-        if (value := getattr(job.layout, key)) != own
+        f"{key}={value} is not there; nearest: {key}={default}"
+        for key, default in ours.items()
+        if (value := getattr(job.layout, key)) != default
     ]
     _require(to, [*pipeloom.refusals(job, source), *foreign])
     return pipeloom.write(job, source, table, data, prediction.ep_nodes, prediction.step.total, adapters), []
