@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import DistributedError, UsageError
-from pipeloom.limits import of_annotated_types
+from pipeloom.limits import of_annotated_types, require_types
 from pipeloom.shapes.mesh import AXES, MeshShape, Place
 
 # torch's function that names a group; an internal name, which torch may remove, and the only way to choose a name.
@@ -238,9 +238,9 @@ class Mesh:
         return cls(shape, shape.place(pipeline.rank), pipeline, single, single, single, single, everyone, None)
 
     @classmethod
-    @of_annotated_types
     def resolve(cls, mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
         """Return `mesh` as a Mesh; None means that all processes are one pipeline."""
+        require_types(Mesh.resolve, {"mesh": mesh})
         if isinstance(mesh, Mesh):
             return mesh
         if mesh is None:
