@@ -13,10 +13,13 @@ import operator
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, wraps
+from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import NoneType, UnionType
+from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from pipeloom.errors import ArgumentError, UsageError, echo, reason_of, shortened
 
@@ -198,6 +201,73 @@ def whole_numbers(name: str, values: Iterable[Any], least: int) -> list[int]:
     if min(numbers, default=least) < least:
         raise ArgumentError(name, f" is {echo(values)}; it must be a list of whole numbers of at least {least}")
     return numbers
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", NoneType: "None"}
+_WITH_LIMITS = (int, float, Sequence[int])
+_NUMBERS: dict[Any, type] = {int: Integral, float: Real}
+
+
+def of_annotated_types(function: _Function) -> _Function:
+    """Decorate a public function: it refuses arguments of other types than their annotations, as `require_types` does.
+
+    Numbers, and lists of numbers, it checks itself, with the least that they may be.
+    """
+    parameters = signature(function)
+
+    @wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        given, hints = parameters.bind(*arguments, **keywords).arguments, _hints(function)
+        require_types(function, {name: each for name, each in given.items() if hints.get(name) not in _WITH_LIMITS})
+        return function(*arguments, **keywords)
+
+    return cast(_Function, checked)
+
+
+def require_types(annotated: Any, values: Mapping[str, object]) -> None:
+    """Raise ArgumentError for the first of `values` of another type than the function's or class's annotation of its name."""
+    hints = _hints(annotated)
+    for name, value in values.items():
+        if not _is_a(value, hints.get(name, Any)):
+            raise ArgumentError(name, f" is {echo(value)}; it must be {_words(hints[name])}")
+
+
+@cache
+def _hints(annotated: Any) -> dict[str, Any]:
+    return get_type_hints(annotated)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Return whether a value, and each of its elements, is of an annotated type."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_is_a(value, each) for each in inner)
+    if kind is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    if kind is Any or not isinstance(kind, type):
+        return True
+    if not isinstance(value, kind) or (isinstance(value, str) and inner and kind is not str):
+        return False
+    if not inner or not isinstance(value, Collection):
+        return True
+    if isinstance(value, Mapping):
+        return all(_is_a(each, inner[0]) for each in value) and all(_is_a(each, inner[-1]) for each in value.values())
+    if kind is tuple and inner[-1] is not ...:
+        return len(value) == len(inner) and all(map(_is_a, value, inner))
+    return all(_is_a(each, inner[0]) for each in value)
+
+
+def _words(hint: Any) -> str:
+    """An annotation in words."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_words, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    name = hint.__name__ if isinstance(hint, type) and not get_args(hint) else re.sub(r"\b(\w+\.)+", "", str(hint))
+    return _WORDS.get(hint, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
 
 
 def require_positive(name: str, value: object, most: float = math.inf) -> None:

@@ -47,7 +47,7 @@ def test_a_name_is_no_schedule(function: Callable[..., Any]) -> None:
 
 
 def test_a_number_is_no_costs() -> None:
-    with pytest.raises(UsageError, match=r"^costs is of type int; give a pipeloom\.Costs$"):
+    with pytest.raises(UsageError, match=r"^costs is 3; it must be a Costs or None$"):
         pl.simulate(GPIPE, 3)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from pipeloom.draw.tables import Table
-from pipeloom.errors import UsageError
+from pipeloom.limits import require_whole
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.stage_modules import layer_name
 from pipeloom.schedule import Action, Schedule
@@ -48,11 +48,9 @@ def profile(
 
     Raises UsageError for fewer than one repeat, and what `Pipeline` raises.
     """
-    if repeats < 1:
-        raise UsageError(f"profile: repeats={repeats} measures nothing; nearest: repeats=1")
-    where = torch.device(device)
+    require_whole("repeats", repeats)
+    options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
     schedule = _in_turn(len(layers))
-    options = RuntimeOptions(device=where, trace=where.type == "cuda")
     pipeline = LocalPipeline(layers, schedule, loss=loss, stages=(1,) * len(layers), options=options)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in range(repeats + 1):

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import of_annotated_types
 from pipeloom.models.layers import shared_names
 from pipeloom.ops.layer import Layer
 from pipeloom.runtime.stage_modules import layer_cost
@@ -40,6 +41,7 @@ class AutoLayers:
         return self.report
 
 
+@of_annotated_types
 def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
     """Cut `model` before each entry of its trunk and after the last one.
 

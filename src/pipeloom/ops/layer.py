@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipeloom.errors import ArgumentError
+from pipeloom.limits import require_types
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,11 @@ class LossTerm:
 
     loss: Callable[[Any, Any], Tensor]
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_types(LossTerm, vars(self))
+        if not math.isfinite(self.weight):
+            raise ArgumentError("weight", f" of a LossTerm is {self.weight}; it must be finite")
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,13 @@ class Layer:
     losses: Mapping[str, LossTerm] = field(default_factory=dict, hash=False)
     spread: bool = False
     cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_types(Layer, {"name": self.name, "build": self.build, "cost": self.cost})
+        if isinstance(self.build, nn.Module):
+            raise ArgumentError(
+                "build", " is a module; give a function that makes it, or the module in place of the Layer"
+            )
 
     def __call__(self) -> nn.Module:
         return self.build()

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.errors import DistributedError, UsageError
+from pipeloom.limits import of_annotated_types, require_types
 from pipeloom.shapes.mesh import AXES, MeshShape, Place
 
 # torch's function that names a group; an internal name, which torch may remove, and the only way to choose a name.
@@ -180,6 +181,7 @@ class Mesh:
     cp: Axis = ALONE
 
     @classmethod
+    @of_annotated_types
     def of(cls, shape: MeshShape, ranks: Sequence[int] | None = None) -> Mesh | None:
         """Return the mesh of these global ranks (default: all), or None on processes outside `ranks`.
 
@@ -238,6 +240,7 @@ class Mesh:
     @classmethod
     def resolve(cls, mesh: Mesh | PipelineMesh | DeviceMesh | None) -> Mesh:
         """Return `mesh` as a Mesh; None means that all processes are one pipeline."""
+        require_types(Mesh.resolve, {"mesh": mesh})
         if isinstance(mesh, Mesh):
             return mesh
         if mesh is None:

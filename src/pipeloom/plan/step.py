@@ -13,8 +13,8 @@ from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from random import Random
 
-from pipeloom.errors import CapacityError, UsageError
-from pipeloom.limits import require_positive, require_whole, whole_numbers
+from pipeloom.errors import ArgumentError, CapacityError, UsageError
+from pipeloom.limits import of_annotated_types, require_positive, require_types, require_whole, whole_numbers
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families import FAMILIES, build
 
@@ -43,6 +43,12 @@ class SequenceTime:
     linear: float = 1.0
     square: float = 0.0
     each: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_types(SequenceTime, vars(self))
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ArgumentError(name, f" is {value}; it must be a number of at least 0")
 
     def of(self, length: int) -> float:
         """The time of one sequence."""
@@ -99,6 +105,7 @@ class StepPlan:
         return "\n".join(lines)
 
 
+@of_annotated_types
 def plan_step(
     lengths: Sequence[int],
     ranks: int,
@@ -138,8 +145,7 @@ def plan_step(
         CapacityError: no plan keeps `memory`.
     """
     families = tuple(families)
-    pairs = all(isinstance(each, (tuple, list)) and [*map(type, each)] == [str, int] for each in families)
-    if not families or not pairs or not {name for name, _ in families} <= FAMILIES.keys():
+    if not families or not all(name in FAMILIES and chunks >= 1 for name, chunks in families):
         raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
     _require(lengths, ranks, replicas, tokens)
     require_positive("memory", memory)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipeloom.errors import ConfigError, DistributedError, UsageError, did_you_mean
+from pipeloom.limits import require_types
 from pipeloom.ops import products
 from pipeloom.ops.deferred import StageBackward, WeightGradContext
 from pipeloom.ops.main_gradient import MainGradients
@@ -128,6 +129,7 @@ class PipelineSpec:
 
     def __post_init__(self, check_first: bool) -> None:
         require_arguments(self.layers, self.schedule, self.loss)
+        require_types(PipelineSpec, {name: getattr(self, name) for name in ("ignore_index", "tied", "options")})
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)
@@ -470,7 +472,7 @@ def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor], optional
     Args:
         optional: names that may be missing in the state.
 
-    Raises UsageError for a name that is missing, a value of another shape, and a complex value for a real one.
+    Raises UsageError for a name that is missing, a value of another shape or layout, and a complex value for a real one.
     """
     for name, value in into.items():
         given = state.get(name)
@@ -478,6 +480,8 @@ def copy_state(into: Mapping[str, Tensor], state: Mapping[str, Tensor], optional
             if name in optional:
                 continue
             raise UsageError(f"the state holds no {name!r}")
+        if not isinstance(given, Tensor) or given.is_meta or given.layout != value.layout:
+            raise UsageError(f"the state's {name!r} is no {value.layout} tensor with values, as the pipeline's is")
         if given.shape != value.shape or given.is_complex() > value.is_complex():
             kinds = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in (given, value)]
             raise UsageError(f"the state's {name!r} is {kinds[0]}, and the pipeline's {kinds[1]}")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from pipeloom.errors import ConfigError
-from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_whole, whole_numbers
+from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_types, require_whole, whole_numbers
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.schedule.check import TransportName, check
@@ -78,12 +78,12 @@ class RuntimeOptions:
     receive_depth: int = 2
     shapes: Literal["once", "each"] = "once"
     deallocate: bool = True
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     timeout: float | None = None
     monitor: bool = True
     watchdog: Watchdog | None = None
-    microbatch_sizes: tuple[int, ...] | None = None
-    slice_tokens: tuple[int, ...] | None = None
+    microbatch_sizes: Sequence[int] | None = None
+    slice_tokens: Sequence[int] | None = None
     recompute: Literal["none", "full"] | frozenset[str] = "none"
     main_gradients: bool = False
     shard_gradients: bool = False
@@ -123,25 +123,15 @@ class RuntimeOptions:
         for name, least in (("microbatch_sizes", 0), ("slice_tokens", 1)):
             if getattr(self, name) is not None:
                 whole_numbers(name, getattr(self, name), least)
+        require_types(RuntimeOptions, vars(self))
         problems = []
-        for name, names in (
-            ("transport", get_args(TransportName)),
-            ("shapes", ("once", "each")),
-            ("init", ("broadcast", "check", "none")),
-        ):
-            if getattr(self, name) not in names:
-                problems.append(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(map(repr, names))}")
         if self.transport == "shared" and self.overlap_p2p is False:
             problems.append(NOTHING_TO_TURN_OFF)
         seconds = LEAST_TIMEOUT if self.timeout is None else self.timeout
-        if not isinstance(seconds, Real) or not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
+        if not LEAST_TIMEOUT <= seconds <= MOST_SECONDS:
             problems.append(
                 f"timeout is {self.timeout!r}; it must be {LEAST_TIMEOUT:g} to {MOST_SECONDS:g} seconds, or None"
             )
-        if not isinstance(self.recompute, frozenset) and self.recompute not in ("none", "full"):
-            problems.append(f"recompute is {self.recompute!r}; it must be 'none', 'full' or a frozenset of layer names")
-        if self.seed is not None and not isinstance(self.seed, int):
-            problems.append(f"seed is {self.seed!r}; it must be a whole number, or None")
         try:
             torch.device("cpu" if self.device is None else self.device)
         except (RuntimeError, TypeError):

@@ -67,7 +67,7 @@ from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.actions import SAVED, Action, fraction_of
 from pipeloom.schedule.channels import Message
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.model import Schedule, require_is_schedule
 from pipeloom.schedule.timeline import Timeline
 
 _INTERNAL = frozenset(("control", "distributed", "group", "run_control", "stored_name", "watchdog"))
@@ -348,7 +348,7 @@ class Pipeline:
         """Run a step until this rank is done."""
         self._require(given)
         if schedule is not None:
-            _require_schedule(given.method, schedule)
+            require_is_schedule(schedule)
         wanted = schedule or self.schedule
         if wanted.forwards_alone:
             raise UsageError(
@@ -642,7 +642,7 @@ class Pipeline:
         Raises ConfigError where it needs other stages (another placement, other routes, split backwards where the first schedule
         had none), ScheduleError where it cannot run.
         """
-        _require_schedule("adopt", schedule)
+        require_is_schedule(schedule)
         programs = self._lowered.pop(schedule, None)
         if programs is None:
             runs = schedule
@@ -825,12 +825,6 @@ class Pipeline:
         assert self._spec.weight is not None
         with self._alarm.reporting():
             return self._spec.weight(targets)
-
-
-def _require_schedule(method: str, schedule: object) -> None:
-    """Raise UsageError for what is passed to a method as a schedule and is none."""
-    if not isinstance(schedule, Schedule):
-        raise UsageError(f"{method}: schedule={schedule!r:.100} is no Schedule; pl.schedules.build makes one of a name")
 
 
 class LocalPipeline(Pipeline):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.errors import UsageError, VerifyError
-from pipeloom.limits import require_positive, require_whole
+from pipeloom.limits import require_positive, require_types, require_whole
 from pipeloom.ops.layer import Layer
 from pipeloom.ops.random_state import seeded, stable_seed
 from pipeloom.runtime.batch import (
@@ -137,6 +137,7 @@ def verify(
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
     require_arguments(layers, schedule, loss)
+    require_types(verify, {"tolerance": tolerance, "options": options})
     require_whole("steps", steps)
     if tolerance:  # 0: bit for bit
         require_positive("tolerance", tolerance)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipeloom.errors import UsageError, printable, shortened
-from pipeloom.limits import SCHEDULE_BYTES, read_text
+from pipeloom.limits import SCHEDULE_BYTES, of_annotated_types, read_text
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.schedule.model import Schedule
@@ -22,6 +22,7 @@ def names_a_file(name: str) -> bool:
     return name.lower().endswith(SUFFIXES) or (":" not in name and "." in name) or (".py:" not in name and "/" in name)
 
 
+@of_annotated_types
 def load(path: str | Path) -> Schedule:
     """Return the schedule in the file `path`: JSON when its text starts with a brace, else CSV. It is not checked.
 

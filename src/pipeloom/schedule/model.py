@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from pipeloom.deprecation import made_internal
 from pipeloom.errors import ScheduleError, UsageError, echo
-from pipeloom.limits import require_schedule
+from pipeloom.limits import of_annotated_types, require_schedule
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
     COMPUTE,
@@ -515,12 +515,15 @@ def require_is_schedule(schedule: object) -> None:
 
 
 def of_schedule(function: PublicFunction) -> PublicFunction:
-    """Decorate a public function of a schedule: another first argument is refused by `require_is_schedule`."""
+    """Decorate a public function of a schedule: another first argument is refused by `require_is_schedule`, and arguments of
+    other types than their annotations.
+    """
+    of_types = of_annotated_types(function)
 
     @wraps(function)
     def checked(schedule: Schedule, *arguments: Any, **keywords: Any) -> Any:
         require_is_schedule(schedule)
-        return function(schedule, *arguments, **keywords)
+        return of_types(schedule, *arguments, **keywords)
 
     return cast(PublicFunction, checked)
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
-from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule.actions import COMPUTE, COPY_IN, COPY_OUT, WEIGHT_GRADIENT
 from pipeloom.schedule.calls import Calls
 from pipeloom.schedule.channels import Edge
@@ -36,8 +36,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, overlap_p2p: boo
         UsageError: the costs are no `Costs`, or do not have one value for each stage.
     """
     cost_model = costs if costs is not None else Costs()
-    if not isinstance(cost_model, Costs):
-        raise UsageError(f"costs is of type {type(costs).__name__}; give a pipeloom.Costs")
     if cost_model.sends != "free":
         check(schedule, sends=cost_model.sends)
     run = run_once(schedule, cost_model, overlap_p2p=overlap_p2p)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipeloom.errors import ArgumentError, UsageError, divisors, echo, nearest
-from pipeloom.limits import MOST_WORKERS
+from pipeloom.limits import MOST_WORKERS, require_types
 
 AXES = ("pp", "edp", "ep", "tp")
 ORDER = "tp-ep-dp-pp"  # Megatron-LM's spelling: the axis whose index changes from one rank to the next comes first
@@ -65,6 +65,7 @@ class MeshShape:
     cp: int = 1
 
     def __post_init__(self) -> None:
+        require_types(MeshShape, vars(self))
         object.__setattr__(self, "order", parse_order(self.order))
         for axis in ("pp", "dp", "tp", "ep", "ep_nodes", "cp"):
             if getattr(self, axis) < 1:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from random import Random
 
-from pipeloom.errors import ArgumentError, CapacityError, UsageError, did_you_mean
+from pipeloom.errors import ArgumentError, CapacityError
 from pipeloom.limits import (
     MOST_SEARCHED_CELLS,
     MOST_SECONDS,
     MOST_STEPS,
+    of_annotated_types,
     require_at_most,
     require_positive,
     require_whole,
@@ -114,6 +115,7 @@ def _places(schedule: Schedule, letter: str) -> dict[int, tuple[int, ...]]:
     return {stage: tuple(mb for _, mb in group) for stage, group in groupby(places, key=lambda place: place[0])}
 
 
+@of_annotated_types
 def search(
     ranks: int,
     microbatches: int,
@@ -177,8 +179,6 @@ def search(
         require_at_most("iterations", iterations, MOST_STEPS)
     cost_model = costs if costs is not None else Costs()
     plain = replace(cost_model, sends="free")
-    if objective not in OBJECTIVES:
-        raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), OBJECTIVES)}")
     limits = _limits(memory, ranks)
     if start is not None and placement is None and chunks is None:
         placement = start.placement

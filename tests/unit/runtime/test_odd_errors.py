@@ -10,6 +10,7 @@ from torch import Tensor
 import pipeloom as pl
 from models import Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.runtime.health.watchdog import Watchdog
 
 S = pl.schedules
 
@@ -34,8 +35,8 @@ class Once(Block):
         return out
 
 
-class Recorder:
-    """In the place of a watchdog."""
+class Recorder(Watchdog):
+    """A watchdog that watches nothing and notes what it is told."""
 
     status: Any = None
 
@@ -75,7 +76,7 @@ def test_an_error_is_told_to_the_other_ranks_once(where: str) -> None:
             return 1.0
         raise error
 
-    options = RuntimeOptions(watchdog=recorder)  # type: ignore[arg-type]
+    options = RuntimeOptions(watchdog=recorder)
     layers = [Layer("block0", lambda: Once(error, False))]
     with pytest.raises(KeyError):
         Pipeline(layers, S.gpipe(1, 4), loss=mse, weight=weight, options=options).step(*batch(8))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError, did_you_mean
-from pipeloom.limits import require_whole
+from pipeloom.limits import require_types, require_whole
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded
 from pipeloom.schedule.families.construct.list_scheduling import (
@@ -127,6 +127,7 @@ def build(
     >>> [str(action) for action in schedule.programs[0]]
     ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
     """
+    require_types(build, {"options": options, "costs": costs})
     name = canonical_name(str(name))
     with importable_from(folder):
         costs = None if costs is None else replace(costs, sends="free")  # an order is chosen as if no sender waited

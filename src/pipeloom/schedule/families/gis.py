@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeloom.errors import UsageError
+from pipeloom.limits import require_whole
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families.construct.layout import Coder, family, require_sizes
 from pipeloom.schedule.model import Schedule
@@ -32,6 +33,7 @@ def gis(
         costs: of a stage, for the places of the copies back; default: times of 1, copies included.
     """
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    require_whole("offload_chunks", offload_chunks, 0)
     least = (ranks + 1) // 2
     size = least if group_size is None else group_size
     for name, value, low, high in (("group_size", size, least, ranks), ("offload_chunks", offload_chunks, 0, chunks)):

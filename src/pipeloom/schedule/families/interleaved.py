@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
-from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.errors import UsageError
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.families.construct.layout import (
     Coder,
@@ -94,8 +94,6 @@ def round_sizes(ranks: int, microbatches: int, rounds: str = "balanced", group_s
       Its source counts one idle slot less (11 for 12 at p=4 v=2 m=9), because it warms up with one forward more.
     * group_size N: rounds of N; a remainder of at least p is a further round, a smaller one joins the last.
     """
-    if rounds not in get_args(Rounds):
-        raise UsageError(f"there are no rounds {rounds!r:.200}{did_you_mean(rounds, get_args(Rounds))}")
     if group_size is not None:
         return _grouped(ranks, microbatches, group_size)
     full, rest = divmod(microbatches, ranks)

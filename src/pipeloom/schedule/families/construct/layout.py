@@ -6,7 +6,15 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
-from pipeloom.limits import MOST_CELLS, MOST_CHUNKS, MOST_RANKS, require_at_most, require_schedule, require_whole
+from pipeloom.limits import (
+    MOST_CELLS,
+    MOST_CHUNKS,
+    MOST_RANKS,
+    of_annotated_types,
+    require_at_most,
+    require_schedule,
+    require_whole,
+)
 from pipeloom.schedule.actions import MOST_KINDS, KindName, kind_number
 from pipeloom.schedule.model import Schedule
 
@@ -43,8 +51,9 @@ def family(
     """
 
     def register(function: FamilyFunction) -> FamilyFunction:
-        REGISTRY[name] = RegisteredFamily(function, aliases, placement, baseline, order)
-        return function
+        checked = of_annotated_types(function)
+        REGISTRY[name] = RegisteredFamily(checked, aliases, placement, baseline, order)
+        return checked
 
     return register
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from operator import add
-from typing import get_args
 
-from pipeloom.errors import ScheduleError, UsageError, did_you_mean
+from pipeloom.errors import ScheduleError
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
@@ -50,12 +49,7 @@ def plan(
     """Return the shortest schedule of `sizes` (p, m): of `candidates(m)`, or of those for fewer micro-batches, repeated.
 
     The shortest has the least makespan, and of equal ones the least largest span; with the objective "span", the other way round.
-
-    Raises:
-        UsageError: another objective.
     """
-    if objective not in get_args(Objective):
-        raise UsageError(f"objective is {objective!r:.200}{did_you_mean(str(objective), get_args(Objective))}")
 
     def in_turn(makespan: float, span: float) -> tuple[float, float]:
         makespan, span = round(makespan, 9), round(span, 9)

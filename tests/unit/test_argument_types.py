@@ -1,0 +1,119 @@
+"""Arguments of other types than their annotations are refused in one sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeloom as pl
+from pipeloom.errors import UsageError
+from pipeloom.limits import of_annotated_types, require_types
+from pipeloom.parallel import Mesh, MeshShape
+from pipeloom.plan.step import SequenceTime
+from pipeloom.runtime import Layer, LocalPipeline, LossTerm, Pipeline, RuntimeOptions
+
+ONE = pl.schedules.gpipe(1, 1)
+
+
+def pipeline(**arguments: Any) -> LocalPipeline:
+    return LocalPipeline([nn.Linear(2, 2)], ONE, loss=mse_loss, **arguments)
+
+
+def plan(**arguments: Any) -> Any:
+    return pl.plan_step([3, 4], 2, tokens=10, **arguments)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "families is 5; it must be an Iterable[tuple[str, int]]": lambda: plan(families=5),
+    "families is ['zbv']; it must be an Iterable[tuple[str, int]]": lambda: plan(families=["zbv"]),
+    "time is 'fast'; it must be a SequenceTime": lambda: plan(time="fast"),
+    "last is 5; it must be a StepPlan or None": lambda: plan(last=5),
+    "linear is 'x'; it must be a number": lambda: SequenceTime(linear="x"),  # type: ignore[arg-type]
+    "square is -1; it must be a number of at least 0": lambda: SequenceTime(square=-1),
+    "deallocate is 'no'; it must be True or False": lambda: RuntimeOptions(deallocate="no"),  # type: ignore[arg-type]
+    "overlap_p2p is 1; it must be True or False or None": lambda: RuntimeOptions(overlap_p2p=1),  # type: ignore[arg-type]
+    "options is {'seed': 1}; it must be a RuntimeOptions": lambda: pipeline(options={"seed": 1}),
+    "tied is [(1, 2)]; it must be a Sequence[Sequence[str]]": lambda: pipeline(tied=[(1, 2)]),
+    "tied is ['ab']; it must be a Sequence[Sequence[str]]": lambda: pipeline(tied=["ab"]),
+    "ignore_index is True; it must be a whole number or None": lambda: pipeline(ignore_index=True),
+    "mesh is 5; it must be a Mesh or a PipelineMesh or a DeviceMesh or None": lambda: Pipeline(
+        [nn.Linear(2, 2)],
+        ONE,
+        loss=mse_loss,
+        mesh=5,  # type: ignore[arg-type]
+    ),
+    "shape is 5; it must be a MeshShape": lambda: Mesh.of(5),  # type: ignore[arg-type]
+    "pp is 1.5; it must be a whole number": lambda: MeshShape(pp=1.5),  # type: ignore[arg-type]
+    "build is a module; give a function that makes it": lambda: Layer("a", nn.Linear(2, 2)),
+    "build is None; it must be a Callable[[], Module]": lambda: Layer("a", None),  # type: ignore[arg-type]
+    "weight of a LossTerm is nan; it must be finite": lambda: LossTerm(mse_loss, weight=float("nan")),
+    "tolerance is []; it must be a number or None": lambda: pl.verify([], ONE, 0, 0, loss=mse_loss, tolerance=[]),  # type: ignore[arg-type]
+    "repeats is 'x'; it must be a whole number of at least 1": lambda: pl.profile([], 0, 0, loss=mse_loss, repeats="x"),  # type: ignore[arg-type]
+    "model is 5; it must be a Module": lambda: pl.auto_layers(5, torch.ones(1)),  # type: ignore[arg-type]
+    "start is 'zbv'; it must be a Schedule or None": lambda: pl.search(2, 2, start="zbv"),  # type: ignore[arg-type]
+    "costs is 1; it must be a Costs or None": lambda: pl.schedules.zbv(2, 2, costs=1),  # type: ignore[arg-type]
+    "offload_chunks is 'x'; it must be a whole number of at least 0": lambda: pl.schedules.gis(
+        2, 2, offload_chunks="x"
+    ),  # type: ignore[arg-type]
+    "words is [5]; it must be an Iterable[str]": lambda: pl.schedules.transformed(ONE, [5]),  # type: ignore[list-item]
+    "options is 5; it must be a Mapping[str, Any] or None": lambda: pl.schedules.build("1f1b", 2, 2, options=5),  # type: ignore[arg-type]
+    "path is 5; it must be a string or a Path": lambda: pl.load(5),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_value_of_another_type_is_named(words: str) -> None:
+    with pytest.raises(UsageError, match="^" + re.escape(words)):
+        REFUSED[words]()
+
+
+@of_annotated_types
+def annotated(
+    number: int = 0,
+    either: Literal["a", 1] | None = None,
+    pair: tuple[str, int] = ("a", 1),
+    rows: Sequence[tuple[float, ...]] = (),
+    names: Mapping[str, Sequence[str]] = {},
+) -> int:
+    """A function whose annotations are of all forms."""
+    return number
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ({"either": "a"}, {"either": "b"}),
+        ({"either": 1}, {"either": True}),
+        ({"pair": ("b", 2)}, {"pair": ("b",)}),
+        ({"pair": ("b", 2)}, {"pair": ("b", "c")}),
+        ({"rows": [(1, 2.5), ()]}, {"rows": [(1, "x")]}),
+        ({"names": {"a": ["b"]}}, {"names": {"a": "b"}}),
+        ({"names": {"a": ["b"]}}, {"names": {1: ["b"]}}),
+    ],
+)
+def test_elements_are_checked_too(right: dict[str, Any], wrong: dict[str, Any]) -> None:
+    assert annotated(**right) == 0
+    with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is "):
+        annotated(**wrong)
+
+
+def test_numbers_are_left_to_the_function_that_knows_the_least() -> None:
+    assert annotated("x") == "x"  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"^number is 'x'; it must be a whole number$"):
+        require_types(annotated, {"number": "x"})
+
+
+@pytest.mark.parametrize("value", [5, torch.empty(2, 2, device="meta"), torch.eye(2).to_sparse()])
+def test_a_state_without_values_is_refused_and_copies_nothing(value: Any) -> None:
+    layer = nn.Linear(2, 2)
+    local = LocalPipeline([layer], ONE, loss=mse_loss)
+    before = layer.bias.clone()
+    with pytest.raises(UsageError, match=r"^the state's '0\.weight' is no torch\.strided tensor with values"):
+        local.load_state_dict({"0.bias": torch.zeros(2), "0.weight": value})
+    assert torch.equal(layer.bias, before)
