@@ -527,7 +527,8 @@ def neighbouring(
     are an estimate.
     """
     error = best.step.total / estimate(planner, best.layout).seconds
-    for change, layout in steps(best.layout, request.of_model(planner)):
+    for change, step in steps(best.layout, request.of_model(planner)):
+        layout = step if step.ep == best.layout.ep else replace(step, etp=_etp(planner, step.ep))
         if (
             layout == best.layout
             or not request.allows(layout, request.limits)
@@ -604,11 +605,8 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                 dp = request.devices // (tp * cp * pp)
                 if pp > shape.num_hidden_layers or request.sequences % dp:
                     continue
-                # Megatron gives each expert to one rank of tp, the others divide it
-                etp = 1 if shape.num_experts and planner.runtime.whole_experts else 0
-                expert_ranks = (
-                    _powers(min(dp * cp * (tp if etp else 1), shape.num_experts)) if shape.num_experts else [1]
-                )
+                ranks = dp * cp * (tp if planner.runtime.whole_experts else 1)
+                expert_ranks = _powers(min(ranks, shape.num_experts)) if shape.num_experts else [1]
                 # slices: with tokens enough for fast products
                 most = 1 if pp == 1 or request.capacity else max(1, request.seq // cp // SLICE_TOKENS)
                 cuts = product(
@@ -621,11 +619,17 @@ def _sizes(planner: Planner, request: PlanRequest) -> Iterator[PlannedLayout]:
                     chunks = request.fixed.get("ep_chunks", 1) if ours else 1
                     layout = PlannedLayout(
                         dp, tp, cp, pp, ep, m=request.sequences // (dp * micro_batch), micro_batch=micro_batch,
-                        seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=etp, slices=slices,
+                        seq=request.seq, zero=request.zero[0], capacity=request.capacity, etp=_etp(planner, ep), slices=slices,
                         vocabulary=vocabulary, ep_chunks=chunks, cut="" if ours or pp == 1 else "balanced",
                     )  # fmt: skip
                     if request.allows(layout, _SIZES) and not problems(shape, layout):
                         yield layout
+
+
+def _etp(planner: Planner, ep: int) -> int:
+    """1 where an expert is whole on one rank of tp, else 0: a sharded runtime divides those that are not spread."""
+    whole = planner.shape.num_experts and planner.runtime.whole_experts
+    return int(bool(whole) and (ep > 1 or not planner.runtime.sharded))
 
 
 def _cuts(planner: Planner, request: PlanRequest, layout: PlannedLayout) -> Iterator[PlannedLayout]:

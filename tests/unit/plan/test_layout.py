@@ -12,7 +12,7 @@ import pytest
 
 from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
-from pipeloom.interop.systems import written
+from pipeloom.interop.systems import read_job, written
 from pipeloom.plan import (
     OFFERED,
     RUNTIMES,
@@ -779,6 +779,19 @@ def test_a_plan_for_torchtitan_loses_nothing_in_its_words(text):
     prediction = planned.predict(parse_layout(text, PlannedLayout(cut="even")))
     _, losses = written(prediction, planned, "torchtitan")
     assert losses == []
+
+
+@pytest.mark.parametrize(("ep", "divided"), [(8, 1), (1, 0)])
+def test_a_plan_for_torchtitan_has_its_ranks_of_an_expert(ep, divided, tmp_path):
+    """Spread experts are whole, since it divides none by default; those of one group are divided over tp."""
+    planned = Planner(load_model("mixtral-8x7b"), H100, RUNTIMES["torchtitan"])
+    best = fastest(planned, PlanRequest.of("torchtitan", 16, 4 * H100.memory, 64, 4096, fixed={"tp": 2, "ep": ep}))
+    (tmp_path / "job.sh").write_text(written(best, planned, "torchtitan")[0])
+    job = read_job(str(tmp_path / "job.sh"))
+    assert job.layout.etp == divided
+    assert planned.predict(replace(job.layout, ep=ep)).peak == pytest.approx(best.peak)
+    for change, costs in neighbouring(planned, best, PlanRequest.of("torchtitan", 16, H100.memory, 64, 4096)):
+        assert costs.layout.etp == (costs.layout.ep > 1), change
 
 
 @pytest.mark.parametrize("gib", [24, 28])
