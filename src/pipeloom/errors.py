@@ -146,10 +146,10 @@ def reason_of(error: BaseException) -> object:
     return getattr(error, "strerror", None) or error
 
 
-def did_you_mean(word: str, candidates: Iterable[str], count: int = 3, listed: bool = True) -> str:
+def did_you_mean(word: object, candidates: Iterable[str], count: int = 3, listed: bool = True) -> str:
     """`"; did you mean 'x' or 'y'?"` for the nearest candidates; where none is near, the list of all, or if not `listed`: ""."""
     names = sorted(candidates)
-    word = word[:LONGEST_ECHO]
+    word = str(word)[:LONGEST_ECHO]
     near = difflib.get_close_matches(word, names, n=count, cutoff=0.55)
     if near:
         return f"; did you mean {' or '.join(repr(name) for name in near)}?"

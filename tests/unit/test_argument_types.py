@@ -63,6 +63,8 @@ REFUSED: dict[str, Callable[[], Any]] = {
     ),  # type: ignore[arg-type]
     "words is [5]; it must be an Iterable[str]": lambda: pl.schedules.transformed(ONE, [5]),  # type: ignore[list-item]
     "options is 5; it must be a Mapping[str, Any] or None": lambda: pl.schedules.build("1f1b", 2, 2, options=5),  # type: ignore[arg-type]
+    "microbatches is None; it must be a whole number of at least 1": lambda: pl.schedules.build("zbv", 2, None),  # type: ignore[arg-type]
+    "microbatches is 'x'; it must be a whole number of at least 1": lambda: pl.schedules.seq1f1b(2, "x", slices=2),  # type: ignore[arg-type]
     "path is 5; it must be a string or a Path": lambda: pl.load(5),  # type: ignore[arg-type]
 }
 

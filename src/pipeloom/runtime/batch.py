@@ -18,7 +18,7 @@ from pipeloom.ops.slices import STATE
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.tensor_spec import signature, tensors_in
+from pipeloom.runtime.tensor_spec import is_strided, layout_name, signature, tensors_in
 
 
 @dataclass(frozen=True)
@@ -532,7 +532,11 @@ def batch_rows(inputs: Sequence[Any]) -> int:
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:
     """Return the parts of the micro-batches: rows of a tensor with one for each sample; tuples, lists and dicts by element."""
-    if isinstance(value, Tensor) and value.ndim and value.shape[0] == rows:
+    if isinstance(value, Tensor) and value.ndim and value.size(0) == rows:
+        if not is_strided(value):
+            raise UsageError(
+                f"a {layout_name(value)} tensor has a row for each sample; only dense ones are cut: give its parts"
+            )
         # `data`: views of one tensor share a version counter, and a layer may change its own micro-batch in place
         return [part.data for part in torch.split(value, list(sizes))]
     return _by_element(value, len(sizes), lambda item: _cut(item, sizes, rows))

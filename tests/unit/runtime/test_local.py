@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,19 @@ def test_a_cost_that_is_no_size_is_refused(cost: float) -> None:
     layers = [Layer(f"layer{at}", nn.Identity, cost=cost if at else 1.0) for at in range(2)]
     with pytest.raises(ConfigError, match="'layer1': its cost must be a finite number of at least 0"):
         LocalPipeline(layers, pl.schedules.gpipe(2, 2), loss=mse)
+
+
+@pytest.mark.parametrize("sparse", [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor(list(x))])
+def test_a_batch_that_is_not_dense_is_refused(sparse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    inputs, targets = batch(4)
+    pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse)
+    with pytest.raises(
+        UsageError, match=r"^a (sparse_coo|nested) tensor has a row for each sample; only dense ones are cut"
+    ):
+        pipeline.step(sparse(inputs), targets)
+
+
+def test_a_keyword_that_is_no_string_is_refused() -> None:
+    pipeline = LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse)
+    with pytest.raises(UsageError, match="step got the keyword argument 1, which no layer takes"):
+        pipeline.step(microbatches=[(*batch(2), {1: 1})] * 2)

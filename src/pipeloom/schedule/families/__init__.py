@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import ArgumentError, UsageError, did_you_mean
-from pipeloom.limits import require_types, require_whole
+from pipeloom.limits import require_types
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
-from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded
+from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
     PriorityRule,
@@ -141,7 +141,7 @@ def build(
         if chunks is not None and ("chunks" in parameters or _open_ended(parameters)):
             arguments["chunks"] = chunks
         slices = 1 if "slices" in parameters else arguments.pop("slices", 1)
-        require_whole("slices", slices)
+        require_sizes(microbatches=microbatches, slices=slices)
         arguments["microbatches"] *= slices
         if "costs" in parameters and (costs is not None or slices > 1):
             arguments["costs"] = costs if slices == 1 else (costs or Costs()).even(1 / slices)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from pipeloom.limits import require_whole
 from pipeloom.schedule.families.construct.layout import (
     Coder,
     family,
@@ -44,7 +43,7 @@ def seq1f1b(ranks: int, microbatches: int, slices: int = 4) -> Schedule:
     (f+B)(m + (p-1)/k). Peak activations of rank r: (p-r-1)/k + 1 micro-batches of equal slices; where attention grows along the
     sequence, the first slices are longer, and as many hold more.
     """
-    require_whole("slices", slices)
+    require_sizes(microbatches=microbatches, slices=slices)
     return replace(by_slices(one_f_one_b(ranks, microbatches * slices), slices), name="seq1f1b")
 
 
