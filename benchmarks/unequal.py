@@ -13,7 +13,8 @@ first plan and of one that takes over its family and packing.
 
 search: the plan over the best that simulated annealing finds, which begins with the plan of each family and changes batches,
 their order and replicas. real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each
-with other lengths; the plan's costs are fitted to measured times of single micro-batches, and its prediction is printed too.
+with other lengths; the first steps are planned by times of single micro-batches, later ones by those of the first steps'
+timelines, and predictions are printed too.
 emulated: the same runtime, processes and messages with layers that sleep for the time of their sequences, whatever others
 compute on the machine.
 """
@@ -24,7 +25,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -249,6 +250,7 @@ def emulated() -> int:
 # -- measured --------------------------------------------------------------------------------------------------------------
 
 REAL_RANKS, REAL_SEQUENCES, REAL_TOKENS, REAL_LAYERS = 2, 32, 512, 8
+REAL_FIRST = 6  # steps, two of which warm up; from the timelines of the others come the times of the later ones
 
 
 def real_lengths(step: int) -> list[int]:
@@ -294,6 +296,44 @@ def measured_costs(_rank: int = 0) -> tuple[SequenceTime, Costs]:
     fixed, each, linear, square = torch.linalg.lstsq(x / y[:, None], torch.ones_like(y)).solution.clamp_min(0).tolist()
     forward, inner = (median(each) for each in zip(*shares, strict=True))
     return SequenceTime(fixed, linear, square, each), Costs(forward, inner, 1 - forward - inner)
+
+
+Steps = Sequence[tuple[Any, Sequence[Sequence[int]]]]  # timelines with the lengths of their micro-batches
+
+
+def fitted(steps_of: Mapping[str, Steps], chunks_of: Mapping[str, int]) -> tuple[SequenceTime, dict[str, Costs]]:
+    """As `measured_costs`, from steps of several pipelines, of which each has a scale and shares of its own."""
+    import torch
+
+    rows, spent = [], {}
+    for key, steps in steps_of.items():
+        seconds: dict[tuple[int, int], dict[str, list[float]]] = {}  # step, micro-batch -> kind -> those on each stage
+        for number, (timeline, _) in enumerate(steps):
+            programs = zip(timeline.schedule.programs, timeline.starts, timeline.ends, strict=True)
+            for action, start, end in (each for program in programs for each in zip(*program, strict=True)):
+                seconds.setdefault((number, action.microbatch), {}).setdefault(action.kind, []).append(end - start)
+        for (number, at), kinds in seconds.items():
+            lengths, of = steps[number][1][at], {kind: chunks_of[key] * median(each) for kind, each in kinds.items()}
+            backward = of["I"] + of["W"] if "I" in of else of["B"]
+            row = [1.0, len(lengths), sum(lengths), sum(n * n for n in lengths)]
+            rows.append((*row, of["F"] + backward))
+            spent.setdefault(key, []).append((row, of["F"], of.get("I", backward / 2), of["F"] + backward))
+    *columns, y = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    used, x = list(range(4)), torch.stack(columns, 1) / y[:, None]
+    found = [0.0] * 4
+    while used:  # without those that would be negative
+        solution = torch.linalg.lstsq(x[:, used], torch.ones_like(y)).solution.tolist()
+        if min(solution) >= 0:
+            for at, value in zip(used, solution, strict=True):
+                found[at] = value
+            break
+        used.pop(solution.index(min(solution)))
+    costs = {}
+    for key, each in spent.items():
+        units = [sum(a * b for a, b in zip(found, row, strict=True)) for row, *_ in each]
+        f, i, whole = (median(row[at] / unit for row, unit in zip(each, units, strict=True)) for at in (1, 2, 3))
+        costs[key] = Costs(f, i, whole - f - i)
+    return SequenceTime(found[0], found[2], found[3], found[1]), costs
 
 
 def single() -> int:
@@ -352,11 +392,14 @@ def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> li
         for key, (name, chunks) in families.items()
     }
     found: list[tuple[float, ...]] = []
-    for step in range(turns + 2):
+    times = dict.fromkeys(families, (time_of, costs))
+    timelines: dict[str, list[tuple[Any, Any]]] = {key: [] for key in families}
+    for step in range(REAL_FIRST + turns):
         lengths = real_lengths(step)
         sequences = [torch.randn(1, n, 256) for n in lengths]
+        own_time, own_costs = times["plan"]
         plan = plan_step(
-            lengths, REAL_RANKS, tokens=REAL_TOKENS, time=time_of, costs=costs, families=[families["plan"]]
+            lengths, REAL_RANKS, tokens=REAL_TOKENS, time=own_time, costs=own_costs, families=[families["plan"]]
         ).replicas[0]
         by_tokens = packed(lengths, list(range(len(lengths))), REAL_TOKENS, by_tokens=True)
         spans, predicted = [], []
@@ -367,15 +410,21 @@ def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> li
                 x = torch.cat([sequences[at] for at in batch], 1)
                 batches.append((x, torch.zeros_like(x), {"sizes": tuple(lengths[at] for at in batch)}))
             schedule = plan.schedule if key == "plan" else _schedule(name, REAL_RANKS, len(batches), chunks)
-            factors = tuple(time_of.fixed + sum(time_of.of(lengths[at]) for at in batch) for batch in chosen)
-            run = simulate(schedule, replace(costs.resized(1 / chunks), microbatch=factors))
+            own_time, own_costs = times[key]
+            factors = tuple(own_time.fixed + sum(own_time.of(lengths[at]) for at in batch) for batch in chosen)
+            run = simulate(schedule, replace(own_costs.resized(1 / chunks), microbatch=factors))
             predicted.append(run.makespan)
             dist.barrier()
             begin = time.perf_counter()
             pipelines[key].step(microbatches=batches, schedule=schedule)
             spans.append(time.perf_counter() - begin)
+            if 2 <= step < REAL_FIRST:
+                timelines[key].append((pipelines[key].timeline(), [[lengths[at] for at in batch] for batch in chosen]))
             pipelines[key].zero_grad()
-        if step >= 2:
+        if step + 1 == REAL_FIRST:
+            again, costs_of = fitted(timelines, {key: chunks for key, (_, chunks) in families.items()})
+            times = {key: (again, costs_of[key]) for key in families}
+        if step >= REAL_FIRST:
             found.append((*spans, *predicted))
     for pipeline in pipelines.values():
         pipeline.close()

@@ -55,7 +55,7 @@ class Runtime:
         workspace: bytes that libraries hold in the allocator.
         overhead: bytes outside the allocator: the CUDA context and NCCL's buffers.
         margin: the allocator's reserve over the peak, as a share of activations.
-        whole_experts: an expert is usually whole on one rank of tp, and ep extends over tp; of a sharded runtime where ep is above 1.
+        whole_experts: an expert is usually whole on one rank of tp, and ep extends over tp; where `sharded`, if ep is above 1.
         element: bytes of an element of activations and weights; 2: bf16.
         optimizer: bytes of the optimizer's state per parameter.
         copies_mixed: attention's output is copied into the order of its heads for the next product, and a norm's backward takes
@@ -106,7 +106,7 @@ RUNTIMES = {
         # The loss works in place on bf16 logits.
         Runtime("megatron", True, (2, 0), True, True, False, False, whole_experts=True),
         # The logarithmic softmax in fp32; its gradient, in fp32 and in bf16 (ours, which is not compiled: two gradients in fp32).
-        Runtime("torchtitan", False, (4, 6), True, False, repeats_keys=True, keeps_outputs=True, sharded=True, whole_experts=True),
+        Runtime("torchtitan", False, (4, 6), True, False, True, True, sharded=True, whole_experts=True),
         Runtime("pipeloom", False, (4, 8), False, False, repeats_keys=False, keeps_outputs=True, segments=True),
     )
 }
