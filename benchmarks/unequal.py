@@ -305,7 +305,8 @@ def fitted(steps_of: Mapping[str, Steps], chunks_of: Mapping[str, int]) -> tuple
     """As `measured_costs`, from steps of several pipelines, of which each has a scale and shares of its own."""
     import torch
 
-    rows, spent = [], {}
+    rows: list[tuple[float, ...]] = []
+    spent: dict[str, list[tuple[list[int], tuple[float, float, float]]]] = {}
     for key, steps in steps_of.items():
         seconds: dict[tuple[int, int], dict[str, list[float]]] = {}  # step, micro-batch -> kind -> those on each stage
         for number, (timeline, _) in enumerate(steps):
@@ -315,9 +316,9 @@ def fitted(steps_of: Mapping[str, Steps], chunks_of: Mapping[str, int]) -> tuple
         for (number, at), kinds in seconds.items():
             lengths, of = steps[number][1][at], {kind: chunks_of[key] * median(each) for kind, each in kinds.items()}
             backward = of["I"] + of["W"] if "I" in of else of["B"]
-            row = [1.0, len(lengths), sum(lengths), sum(n * n for n in lengths)]
+            row = [1, len(lengths), sum(lengths), sum(n * n for n in lengths)]
             rows.append((*row, of["F"] + backward))
-            spent.setdefault(key, []).append((row, of["F"], of.get("I", backward / 2), of["F"] + backward))
+            spent.setdefault(key, []).append((row, (of["F"], of.get("I", backward / 2), of["F"] + backward)))
     *columns, y = torch.tensor(rows, dtype=torch.float64).unbind(1)
     used, x = list(range(4)), torch.stack(columns, 1) / y[:, None]
     found = [0.0] * 4
@@ -330,8 +331,8 @@ def fitted(steps_of: Mapping[str, Steps], chunks_of: Mapping[str, int]) -> tuple
         used.pop(solution.index(min(solution)))
     costs = {}
     for key, each in spent.items():
-        units = [sum(a * b for a, b in zip(found, row, strict=True)) for row, *_ in each]
-        f, i, whole = (median(row[at] / unit for row, unit in zip(each, units, strict=True)) for at in (1, 2, 3))
+        units = [sum(a * b for a, b in zip(found, row, strict=True)) for row, _ in each]
+        f, i, whole = (median(of[at] / unit for (_, of), unit in zip(each, units, strict=True)) for at in range(3))
         costs[key] = Costs(f, i, whole - f - i)
     return SequenceTime(found[0], found[2], found[3], found[1]), costs
 
@@ -422,8 +423,10 @@ def real_steps(rank: int, time_of: SequenceTime, costs: Costs, turns: int) -> li
                 timelines[key].append((pipelines[key].timeline(), [[lengths[at] for at in batch] for batch in chosen]))
             pipelines[key].zero_grad()
         if step + 1 == REAL_FIRST:
-            again, costs_of = fitted(timelines, {key: chunks for key, (_, chunks) in families.items()})
-            times = {key: (again, costs_of[key]) for key in families}
+            # of one rank: another may round otherwise, and plan another step
+            ours = [fitted(timelines, {key: chunks for key, (_, chunks) in families.items()})]
+            dist.broadcast_object_list(ours)
+            times = {key: (ours[0][0], ours[0][1][key]) for key in families}
         if step >= REAL_FIRST:
             found.append((*spans, *predicted))
     for pipeline in pipelines.values():
