@@ -32,7 +32,7 @@ def make_ties(groups: Sequence[Sequence[str]], owners: Owners) -> tuple[Tie, ...
     """
     ties = []
     for names in groups:
-        if isinstance(names, str) or len(set(names)) < 2:
+        if len(set(names)) < 2:
             raise ConfigError(
                 f"tied: {names!r} is not a group of names; write the names of one weight together, "
                 f"as tied=[('embed.weight', 'head.weight')]"

@@ -214,9 +214,12 @@ def chain() -> list[Layer]:
     [
         (
             ("0.weight", "1.weight"),
-            r"tied: '0.weight' is not a group of names; .*tied=\[\('embed.weight', 'head.weight'\)\]",
+            r"tied is \('0.weight', '1.weight'\); it must be a Sequence\[Sequence\[str\]\]",
         ),
-        ([("block0.linear.weight",)], r"tied: \('block0.linear.weight',\) is not a group of names"),
+        (
+            [("block0.linear.weight",)],
+            r"tied: \('block0.linear.weight',\) is not a group .*tied=\[\('embed.weight', 'head.weight'\)\]",
+        ),
         (
             [("block0.linear.weight", "block1.linear.wieght")],
             r"no parameter is called 'block1.linear.wieght'; did you mean 'block1.linear.weight'",

@@ -190,7 +190,7 @@ def test_an_interrupt_keeps_the_best() -> None:
         ({"placement": [0, 1, 2]}, UsageError, "without a stage"),
         ({"placement": [0, 1, 2, 7]}, UsageError, "names rank 7"),
         ({"placement": [0, 1, 2, 3], "chunks": 2}, UsageError, "chunks is 2"),
-        ({"objective": "spam"}, UsageError, "did you mean 'span'"),
+        ({"objective": "spam"}, UsageError, "one of 'makespan', 'span'"),
         ({"time_limit": -1}, UsageError, "time_limit is -1"),
         ({"time_limit": float("nan")}, UsageError, "time_limit is nan"),
         ({"time_limit": 1e7}, UsageError, "time_limit is 1e.07; it must be at most 1e.06"),

@@ -152,7 +152,7 @@ def test_round_sizes() -> None:
 
 
 def test_unknown_rounds() -> None:
-    with pytest.raises(UsageError, match="did you mean 'balanced'"):
+    with pytest.raises(UsageError, match="rounds is 'balance'; it must be one of 'balanced'"):
         schedules.interleaved(4, 8, rounds="balance")  # type: ignore[arg-type]
 
 
