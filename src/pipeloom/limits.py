@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache, wraps
 from inspect import signature
 from numbers import Integral, Real
@@ -218,8 +219,9 @@ def of_annotated_types(function: _Function) -> _Function:
 
     @wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
-        given, hints = parameters.bind(*arguments, **keywords).arguments, _hints(function)
-        require_types(function, {name: each for name, each in given.items() if hints.get(name) not in _WITH_LIMITS})
+        with suppress(TypeError):  # the call says what is missing
+            given, hints = parameters.bind(*arguments, **keywords).arguments, _hints(function)
+            require_types(function, {name: each for name, each in given.items() if hints.get(name) not in _WITH_LIMITS})
         return function(*arguments, **keywords)
 
     return cast(_Function, checked)
@@ -235,7 +237,10 @@ def require_types(annotated: Any, values: Mapping[str, object]) -> None:
 
 @cache
 def _hints(annotated: Any) -> dict[str, Any]:
-    return get_type_hints(annotated)
+    """Name -> its type; none where annotations name what is imported for type checkers alone."""
+    with suppress(NameError):
+        return get_type_hints(annotated)
+    return {}
 
 
 def _is_a(value: Any, hint: Any) -> bool:
@@ -244,11 +249,15 @@ def _is_a(value: Any, hint: Any) -> bool:
     if kind in (Union, UnionType):
         return any(_is_a(value, each) for each in inner)
     if kind is Literal:
-        return any(type(value) is type(each) and value == each for each in inner)
+        return any(isinstance(value, type(each)) and value == each for each in inner)
     if kind in _NUMBERS:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    if kind is bool:  # numpy's too
+        return type(value).__name__ in ("bool", "bool_")
     if kind is Any or not isinstance(kind, type):
         return True
+    if kind is tuple and isinstance(value, list):  # as JSON has them
+        value = tuple(value)
     if not isinstance(value, kind) or (isinstance(value, str) and inner and kind is not str):
         return False
     if not inner or not isinstance(value, Collection):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,7 +92,6 @@ def annotated(
     ("right", "wrong"),
     [
         ({"either": "a"}, {"either": "b"}),
-        ({"either": 1}, {"either": True}),
         ({"pair": ("b", 2)}, {"pair": ("b",)}),
         ({"pair": ("b", 2)}, {"pair": ("b", "c")}),
         ({"rows": [(1, 2.5), ()]}, {"rows": [(1, "x")]}),
@@ -103,6 +103,18 @@ def test_elements_are_checked_too(right: dict[str, Any], wrong: dict[str, Any]) 
     assert annotated(**right) == 0
     with pytest.raises(UsageError, match=f"^{next(iter(wrong))} is "):
         annotated(**wrong)
+
+
+def test_what_json_and_numpy_have_in_their_place_is_taken() -> None:
+    """Lists for tuples, numpy's booleans and arrays, strings of other classes."""
+    assert annotated(pair=["b", 2], either=type("Text", (str,), {})("a")) == 0  # type: ignore[arg-type]
+    assert plan(families=[["1f1b", 1]]).family == ("1f1b", 1)
+    options = RuntimeOptions(deallocate=np.bool_(False), microbatch_sizes=np.array([3, 1]))  # type: ignore[arg-type]
+    assert options.microbatch_sizes == (3, 1)
+    with pytest.raises(UsageError, match=r"give .name, chunks. of known ones"):
+        plan(families=iter(["zbv"]))
+    with pytest.raises(TypeError, match=r"gpipe\(\) missing"):
+        pl.schedules.gpipe(2)  # type: ignore[call-arg]
 
 
 def test_numbers_are_left_to_the_function_that_knows_the_least() -> None:

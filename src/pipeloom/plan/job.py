@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from pipeloom.config import Layout
@@ -60,7 +62,16 @@ class Job:
     @property
     def order(self) -> Schedule | None:
         """The schedule of the file that the layout names; None: it names a family. Raises as `load`."""
-        return load(self.layout.schedule) if names_a_file(self.layout.schedule) else None
+        path = self.layout.schedule
+        return (
+            _loaded(path, Path(path).stat().st_mtime_ns if Path(path).is_file() else 0) if names_a_file(path) else None
+        )
+
+
+@lru_cache(maxsize=8)
+def _loaded(path: str, modified: int) -> Schedule:
+    """The schedule of a file that was written then: every change of a job asks for it."""
+    return load(path)
 
 
 def normal(job: Job) -> Job:

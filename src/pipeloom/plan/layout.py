@@ -229,6 +229,6 @@ def problems(shape: DecoderShape, layout: PlannedLayout) -> list[str]:
         reasons.append(
             f"pp={layout.pp} times v={layout.v} is more than the {shape.num_hidden_layers} blocks; nearest: {nearest}"
         )
-    if layout.group and canonical_name(layout.schedule) in FAMILIES.keys() - {*WHOLE_ROUNDS, "gis"}:
+    if layout.group and canonical_name(layout.schedule) in FAMILIES.keys() - {*WHOLE_ROUNDS, "interleaved-zb", "gis"}:
         reasons.append(f"group={layout.group}: {layout.schedule} takes no groups of micro-batches; nearest: group=0")
     return reasons

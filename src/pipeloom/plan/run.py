@@ -61,8 +61,13 @@ def runtime_of(config: Config, device: Device | None) -> Runtime:
 
 
 def layout_of(layout: Layout) -> PlannedLayout:
-    """The layout as the planner has it. Its schedule is named, and need not be a family: it may be a file."""
-    config, mesh = layout.config, layout.mesh
+    """The layout as the planner has it. Its schedule is named, and need not be a family.
+
+    It may be a file whose order is planned: without transforms, a second route, slices and a spread output layer.
+    """
+    config, mesh, schedule = layout.config, layout.mesh, layout.schedule
+    others = config.schedule.transforms or len(schedule.routes) > 1 or schedule.slices > 1 or schedule.vocabulary
+    order = config.schedule.name if names_a_file(config.schedule.name) and not others else schedule.name
     recompute, stages = config.train.recompute, layout.stage_layers
     counts = range(1, max(stages) + 1) if isinstance(recompute, tuple) else ()
     ahead = config.model.num_nextn_predict_layers
@@ -76,7 +81,7 @@ def layout_of(layout: Layout) -> PlannedLayout:
         zero=config.parallel.zero or int(config.optimizer.zero1),
         recompute=recompute if isinstance(recompute, str) else "full" if first else "none",
         recompute_layers=first,
-        schedule=config.schedule.name if names_a_file(config.schedule.name) else layout.schedule.name,
+        schedule=order,
         capacity=config.model.capacity_factor,
         slices=layout.schedule.slices,
         vocabulary="pp" if layout.schedule.vocabulary else "last",

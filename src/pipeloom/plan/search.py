@@ -481,7 +481,9 @@ def _no_layout(planner: Planner, request: PlanRequest) -> str:
     def likeness(layout: PlannedLayout) -> tuple[int, float]:
         pairs = [(getattr(layout, key), value) for key, value in request.fixed.items()]
         same = sum(has == value for has, value in pairs)  # then those with parts in common, and near in numbers
-        return same, sum(len({*a.split("+")} & {*b.split("+")}) if isinstance(b, str) else -abs(a - b) for a, b in pairs)
+        return same, sum(
+            len({*a.split("+")} & {*b.split("+")}) if isinstance(b, str) else -abs(a - b) for a, b in pairs
+        )
 
     words = f"{planner.shape.name} on {request.devices} devices with {request.sequences} sequences a step"
     layouts = [each.layout for each in Space(planner, replace(request, fixed={})).every()] if request.fixed else []

@@ -145,8 +145,10 @@ def plan_step(
         CapacityError: no plan keeps `memory`.
     """
     families = tuple(families)
-    if not families or not all(name in FAMILIES and chunks >= 1 for name, chunks in families):
+    pairs = all(isinstance(each, (tuple, list)) and [*map(type, each)] == [str, int] for each in families)
+    if not families or not pairs or not all(name in FAMILIES and chunks >= 1 for name, chunks in families):
         raise UsageError(f"families={families}: give (name, chunks) of known ones; nearest: {FAMILIES_OF_STEPS[0]}")
+    families = tuple((name, chunks) for name, chunks in families)  # lists, of JSON
     _require(lengths, ranks, replicas, tokens)
     require_positive("memory", memory)
     if time.fixed + time.of(1) <= 0:

@@ -78,7 +78,7 @@ class RuntimeOptions:
     receive_depth: int = 2
     shapes: Literal["once", "each"] = "once"
     deallocate: bool = True
-    device: torch.device | str | None = None
+    device: torch.device | str | int | None = None
     timeout: float | None = None
     monitor: bool = True
     watchdog: Watchdog | None = None
@@ -122,7 +122,7 @@ class RuntimeOptions:
         require_whole("check_every", self.check_every, 0)
         for name, least in (("microbatch_sizes", 0), ("slice_tokens", 1)):
             if getattr(self, name) is not None:
-                whole_numbers(name, getattr(self, name), least)
+                object.__setattr__(self, name, tuple(whole_numbers(name, getattr(self, name), least)))
         require_types(RuntimeOptions, vars(self))
         problems = []
         if self.transport == "shared" and self.overlap_p2p is False:

@@ -272,7 +272,7 @@ def test_stages_that_are_no_numbers_of_layers_are_refused(stages: Any) -> None:
         ("timeout", 0.5, r"must be 1 to .* seconds, or None"),
         ("timeout", "a", "must be a number or None"),
         ("device", "x", "must be a device of torch"),
-        ("device", [], "must be a device or a string or None"),
+        ("device", [], "must be a device or a string or a whole number or None"),
         ("recompute", "some", "must be one of 'none', 'full' or a frozenset"),
         ("seed", "x", "must be a whole number"),
         ("check_every", 0.5, "must be a whole number of at least 0"),

@@ -18,6 +18,7 @@ from pipeloom.interop.systems import SYSTEMS, read_job, translated
 from pipeloom.plan import load_device
 from pipeloom.plan.run import predicted
 from pipeloom.schedule.csv_form import to_csv
+from pipeloom.schedule.json_form import to_json
 
 RUN = """[model]
 num_hidden_layers = 8
@@ -176,6 +177,27 @@ def test_a_job_is_predicted_in_the_order_of_the_file_that_it_names(tmp_path: Pat
     assert gain.now.prediction.peak == dry.peak
     assert gain.now.seconds > gain.space.run(replace(job, layout=replace(job.layout, schedule="zbv"))).seconds
     assert translated(job, "torch-csv")[0] == to_csv(order)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "words"),
+    [
+        ("interleaved", {}, ',vocabulary = "pp"'),
+        ("1f1b", {"slices": 2}, ""),
+        ("chimera", {}, ""),
+    ],
+)
+def test_a_file_of_more_than_a_plain_order_is_predicted_as_its_family(
+    family: str, options: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    order = pl.schedules.build(family, 4, 8, options=options)
+    (tmp_path / "order.json").write_text(to_json(order))
+    toml = '[model]\npreset = "llama3-8b"\n[train]\nglobal_batch_size = 8\ndtype = "bfloat16"\ndevice = "cuda"\n'
+    toml += f"[schedule]\nname = '{tmp_path / 'order.json'}'\n[parallel]\npp = 4\n{words[1:]}\n"
+    (tmp_path / "run.toml").write_text(toml)
+    job = read_job(str(tmp_path / "run.toml"))
+    assert (job.layout.schedule, job.order) == (family, None)
+    assert gain_of(job, load_device("h100")).now.seconds > 0
 
 
 @pytest.mark.parametrize(("sizes", "words"), [((4, 4), "has pp=4, v=2, m=4, and the job pp=2"), (None, "cannot read")])

@@ -119,6 +119,11 @@ def test_layouts_that_the_model_does_not_allow_say_why(changes, words):
     assert any(words in each for each in problems(load_model("llama3-8b"), PlannedLayout(**changes)))
 
 
+@pytest.mark.parametrize("family", ["interleaved", "interleaved-zb", "gis"])
+def test_families_with_rounds_take_groups(family):
+    assert problems(load_model("llama3-8b"), PlannedLayout(pp=4, v=2, m=8, group=4, schedule=family)) == []
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
