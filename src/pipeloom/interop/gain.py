@@ -12,6 +12,7 @@ from operator import itemgetter
 from pipeloom.errors import UsageError
 from pipeloom.interop.megatron import PART_MODULES
 from pipeloom.interop.systems import SYSTEMS
+from pipeloom.interop.torch_runtime import PLACED
 from pipeloom.plan.job import Job, normal
 from pipeloom.plan.layout import CHUNKS, PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
@@ -30,7 +31,6 @@ _MOST_STEPS = 12
 _SURE = 0.98  # share of the least ratio so far of predicted seconds to estimated ones, below which none is expected
 _AXES = ("dp", "tp", "cp", "pp", "ep")
 _PAIRED = ("delay_wgrad", "overlap_experts")
-_PLACED = {"linear": "1f1b", "loop": "interleaved", "vee": "zbv"}
 
 
 def least_gain(system: str) -> tuple[float, str]:
@@ -193,9 +193,9 @@ def _of_family(layout: PlannedLayout, order: Schedule | None) -> PlannedLayout:
     """Return the layout with a family that places its stages as the order of a file does (None: it is none's)."""
     if order is None:
         return layout
-    if (placed := name_of(order.placement, order.ranks)) not in _PLACED:
+    if (placed := name_of(order.placement, order.ranks)) not in PLACED:
         raise UsageError(f"{layout.schedule}: a plan has its stages in a line, a loop or a V")
-    return replace(layout, schedule=_PLACED[placed])
+    return replace(layout, schedule=PLACED[placed])
 
 
 def _schedules(plain: PlannedLayout, system: str) -> Iterator[PlannedLayout]:

@@ -16,7 +16,6 @@ from pipeloom.schedule import Schedule
 from pipeloom.schedule.comms_form import to_torch_csv
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import canonical_name
-from pipeloom.schedule.files import load as load_schedule
 from pipeloom.schedule.files import names_a_file
 from pipeloom.schedule.placement import name_of
 from pipeloom.shapes.decoder import DecoderShape
@@ -27,7 +26,8 @@ SCHEDULES = {
     "interleaved-zb": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
 }  # fmt: skip
 """Family -> torch's class without "Schedule"."""
-_PLACED = {"linear": "1F1B", "loop": "Interleaved1F1B", "vee": "ZBVZeroBubble"}
+PLACED = {"linear": "1f1b", "loop": "interleaved", "vee": "zbv"}
+"""Placement -> the family that stands for it."""
 _SINGLE, _VEE = ("1f1b", "gpipe"), ("zbv", "dualpipev")
 _BLOCK = re.compile(r"(?:model\.)?layers\.(\d{1,6})")
 _ZERO_OF_RESHARD = {"never": 2, "always": 3}
@@ -58,17 +58,17 @@ def csv_of(schedule: Schedule, *, messages: bool = False) -> tuple[str, list[str
     left_out = f"left out: {', '.join(omitted)}, which torch does not know; activations stay on the device"
     notes = [left_out] * bool(omitted)
     placement = name_of(schedule.placement, schedule.ranks)
-    if placement in _PLACED and placement != "linear":  # which torchtitan's default is
+    if placement in PLACED and placement != "linear":  # which torchtitan's default is
         word = placement_word(schedule)
         notes.append(f"torchtitan places its stages with --parallelism.pipeline-parallel-schedule {word}")
-    elif placement not in _PLACED:
+    elif placement not in PLACED:
         notes.append("torchtitan and Automodel place stages as a line, a loop or a V: this placement is none of them")
     return text, notes
 
 
 def placement_word(schedule: Schedule) -> str:
     """Return the schedule's name beside a CSV file for which torchtitan places stages as it does."""
-    return _PLACED[name_of(schedule.placement, schedule.ranks) or "linear"]
+    return SCHEDULES[PLACED[name_of(schedule.placement, schedule.ranks) or "linear"]]
 
 
 def job_of(where: str, words: Mapping[str, Any], shape: DecoderShape | None, unknown: Sequence[str]) -> Job:
@@ -162,9 +162,9 @@ def schedule_words(job: Job) -> tuple[str, str]:
     layout = job.layout
     if layout.schedule in SCHEDULES:
         return SCHEDULES[layout.schedule], ""
-    if names_a_file(layout.schedule) and Path(layout.schedule).is_file():
-        return placement_word(load_schedule(layout.schedule)), layout.schedule
-    return _PLACED["loop" if layout.v > 1 else "linear"], layout.schedule
+    if Path(layout.schedule).is_file() and (order := job.order) is not None:
+        return placement_word(order), layout.schedule
+    return SCHEDULES[PLACED["loop" if layout.v > 1 else "linear"]], layout.schedule
 
 
 _FILES = {

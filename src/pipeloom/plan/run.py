@@ -74,8 +74,8 @@ def layout_of(layout: Layout) -> PlannedLayout:
     first = next((count for count in counts if recomputed_blocks(stages, count, ahead) == sorted(recompute)), 0)
     return PlannedLayout(
         mesh.dp, mesh.tp, mesh.cp, mesh.pp, mesh.ep,
-        v=layout.schedule.chunks,
-        m=layout.schedule.microbatches,
+        v=schedule.chunks,
+        m=schedule.microbatches,
         micro_batch=max(layout.microbatch_sizes),
         seq=config.train.seq_len,
         zero=config.parallel.zero or int(config.optimizer.zero1),
@@ -83,8 +83,8 @@ def layout_of(layout: Layout) -> PlannedLayout:
         recompute_layers=first,
         schedule=order,
         capacity=config.model.capacity_factor,
-        slices=layout.schedule.slices,
-        vocabulary="pp" if layout.schedule.vocabulary else "last",
+        slices=schedule.slices,
+        vocabulary="pp" if schedule.vocabulary else "last",
         stages=stages,
         ep_chunks=config.parallel.ep_chunks,
     )  # fmt: skip
