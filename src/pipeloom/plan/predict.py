@@ -253,7 +253,7 @@ class Planner:
         again = [at - 1 in numbers for at in range(len(layers))]
         blocks = [stage for stage, span in enumerate(of_stage) if any(again[slice(*span)])]
         run = recompute_stages(transformed(schedule, of_zero(layout.zero, spread=layout.vocabulary == "pp")), blocks)
-        sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime)
+        sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime, parts=False)
         # what is recomputed is a part of B's seconds
         run_costs = replace(planned.costs, recompute=0.0, bytes=sizes)
         if schedule is planned.schedule and layout.zero < 2:  # the same actions, under other letters
