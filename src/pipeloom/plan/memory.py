@@ -159,8 +159,7 @@ def run_bytes(
     slices, pairs = layout.slices, list(zip(layers, again, strict=False))
     distinct = {(id(layer), mark): (layer, mark) for layer, mark in pairs}
     sizes = {
-        key: LayerBytes.of_ops(layer, again=mark, parts=parts, slices=slices)
-        for key, (layer, mark) in distinct.items()
+        key: LayerBytes.of_ops(layer, again=mark, parts=parts, slices=slices) for key, (layer, mark) in distinct.items()
     }
     each = [sizes[id(layer), mark] for layer, mark in pairs]
     if slices > 1:  # a weight's gradient is as large beside a slice's tensors

@@ -48,7 +48,7 @@ class LayoutCosts(OfRanks):
         tokens: per second and device.
         ahead: blocks that predict tokens further ahead, before the output layer.
         ep_nodes: nodes that the ranks of an ep group are on.
-        searched: the schedule, where a search found it; None: the family's.
+        searched: the schedule, where a search found it or a job's file has it; None: the family's.
         placed: costs by which the entries of a spread output layer were placed.
     """
 
@@ -75,7 +75,7 @@ class LayoutCosts(OfRanks):
     @property
     def text(self) -> str:
         """The layout in words."""
-        return self.layout.text() + (" (searched)" if self.searched is not None else "")
+        return self.layout.text() + (" (own order)" if self.searched is not None else "")
 
 
 @dataclass(frozen=True)

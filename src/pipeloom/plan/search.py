@@ -48,7 +48,8 @@ OFFERED = {
 _SIZES = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "slices", "vocabulary")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
 SPREAD_CLOSE = 1.005  # the same with a spread output layer, whose schedules take long to place
-LONG = 1.01  # times the seconds: estimates are at most so much too long, but for few
+LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
+STEADY_LONG = 1.01  # the same for steps of at least two rounds, without pairs
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
@@ -372,6 +373,11 @@ def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = No
     return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
+def too_long(layout: PlannedLayout) -> float:
+    """Return by how much the estimated seconds of a layout may be too long."""
+    return LONG if layout.m < 2 * layout.pp or layout.schedule in OVERLAPPED else STEADY_LONG
+
+
 def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[LayoutCosts]:
     return [each for each in predictions if each.peak <= request.memory]
 
@@ -388,7 +394,8 @@ def _until_best(
     Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest with which they may by their
     estimates, and with which they should, and then as many as the bytes of the predictions leave room for.
 
-    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A step
+    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. One
+    with other micro-batches and slices than one that fits is left out if it is estimated to take longer and more bytes. A step
     takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts, such as those
     with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer than `LONG`
     allows: one of these may be missed though it is the fastest.
@@ -409,7 +416,9 @@ def _until_best(
     exact: dict[PlannedLayout, float] = {}
     partial: dict[PlannedLayout, _Partial] = {}
     tried: dict[PlannedLayout, list[Estimate]] = {}
-    fitted: dict[PlannedLayout, float] = {}  # layout but for its micro-batches and slices -> the least bytes of an estimate
+    fitted: dict[
+        PlannedLayout, float
+    ] = {}  # layout but for its micro-batches and slices -> the least bytes of an estimate
     while queue and queue[0][0] < long * best:
         *_, each = heappop(queue)
         if isinstance(each, PlannedLayout):
@@ -425,7 +434,10 @@ def _until_best(
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
         cut = replace(layout, m=1, micro_batch=1, slices=1)
         likely, same = (each.seconds * ratio for ratio in (short.get(schedule, 1.0), ALIKE * exact.get(twin, 0.0)))
-        if max(likely / long, same, (each.least + each.seconds) / 2) >= best or fitted.get(cut, math.inf) <= each.memory:
+        error = min(long, too_long(layout))
+        if max(likely / error, same, (each.least + each.seconds) / 2) >= best:
+            continue
+        if fitted.get(cut, math.inf) <= each.memory:
             continue
         fits = False
         near = [each] if space.is_close(each) and space.is_offered(each) and layout not in large else []
