@@ -18,7 +18,6 @@ from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.actions import equal_part
-from pipeloom.schedule.check import CheckedTransport
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
@@ -114,8 +113,7 @@ def examine(
         if config.schedule.name == SEARCH:
             request = search_request(config)
         schedule = request.first if request is not None else make_schedule(config, folders.get("schedule.name"))
-        transport: CheckedTransport = "batched" if config.schedule.transport == "batched" else "individual"
-        check(schedule, transport=transport, training=True)
+        check(schedule, training=True)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

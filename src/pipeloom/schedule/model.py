@@ -16,9 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pipeloom.deprecation import made_internal
 from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import of_annotated_types, require_schedule
 from pipeloom.schedule.actions import (
@@ -73,15 +72,6 @@ class ActionValues(NamedTuple):
     frees: tuple[str, ...]
 
 
-_MADE_INTERNAL = frozenset(
-    (
-        *("action_codes", "has_split", "kind_stride", "largest_code", "no_action", "pair_stride", "parted"),
-        *("recomputed_parts", "remade", "remade_parts", "split_entries", "spreads_embedding", "values_of"),
-    )
-)
-"""Names of `Schedule` that were public before 0.2; until 0.3 they warn."""
-
-
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """A pipeline schedule as data. Create one with a family, with `Schedule.of`, or from CSV or JSON.
@@ -114,9 +104,6 @@ class Schedule:
     tensors: tuple[NamedTensor, ...] = ()
     slots: tuple[tuple[str, float], ...] = ()
     slices: int = 1
-
-    if not TYPE_CHECKING:
-        __getattr__ = made_internal("Schedule", _MADE_INTERNAL, "0.3; Schedule.programs has the actions")
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -387,7 +374,7 @@ class Schedule:
         return self._largest_code >= self._pair_stride
 
     def _split_entries(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The first code of every entry of a rank, and the second: a pair's backward, or `no_action`."""
+        """The first code of every entry of a rank, and the second: a pair's backward, or `_no_action`."""
         program, limit, none = self.codes[rank], self._pair_stride, self._no_action
         if not self.has_pairs:
             return program, [none] * len(program)
