@@ -25,7 +25,7 @@ from pipeloom.schedule.model import parts
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import of_zero, recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, with_shares
-from pipeloom.shapes.cut import balance, parse_stages, spans
+from pipeloom.shapes.cut import balance, even_sizes, parse_stages, spans
 from pipeloom.shapes.decoder import shape_problems
 from pipeloom.shapes.layers import LayerSize, attention_share, layer_sizes, whole_layers
 from pipeloom.shapes.mesh import MeshShape
@@ -192,13 +192,6 @@ def _sharded(config: Config) -> Config:
     optimizer = config.optimizer.model_copy(update={"zero1": True})
     schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
     return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
-
-
-def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in `parts` as even as possible, larger ones first: micro-batch i gets total // parts, and one more if
-    i < total % parts."""
-    base, larger = divmod(total, parts)
-    return (base + 1,) * larger + (base,) * (parts - larger)
 
 
 def stage_sizes(config: Config) -> list[LayerSize]:
