@@ -21,7 +21,7 @@ from pipeloom.schedule.actions import equal_part
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import actions_of
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import of_zero, recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, with_shares
@@ -305,7 +305,7 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
             f"{key}: a search may reorder micro-batches of several sizes; {schedule.microbatches} do not divide {rows} rows"
         ]
     backwards: dict[int, list[int]] = {}
-    for action in (part for program in schedule.programs for cell in program for part in parts(cell)):
+    for action in actions_of(schedule):
         if action.kind in ("B", "W"):
             backwards.setdefault(action.stage, []).append(action.microbatch)
     ends = schedule.placement[schedule.routes[0][0]], schedule.placement[schedule.routes[0][-1]]

@@ -39,7 +39,7 @@ from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.actions import Action, kind_of, unit_words
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, actions_of
 
 _RATE = (
     0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
@@ -138,8 +138,8 @@ def verify(
     require_whole("steps", steps)
     if tolerance:  # 0: bit for bit
         require_positive("tolerance", tolerance)
-    actions = (action for program in schedule.programs for cell in program for action in parts(cell))
-    report = Verified(unseen=tuple(sorted({action.kind for action in actions if kind_of(action.kind).of_stage})))
+    kinds = {action.kind for action in actions_of(schedule)}
+    report = Verified(unseen=tuple(sorted(kind for kind in kinds if kind_of(kind).of_stage)))
     with seeded(0):
         for recompute in ("none", "full"):
             sides = _Sides(

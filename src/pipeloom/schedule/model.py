@@ -12,7 +12,7 @@ u = m * slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
@@ -513,6 +513,20 @@ def of_schedule(function: PublicFunction) -> PublicFunction:
         return of_types(schedule, *arguments, **keywords)
 
     return cast(PublicFunction, checked)
+
+
+def actions_of(schedule: Schedule) -> Iterator[Action]:
+    """Yield the actions of all ranks, those of pairs one by one."""
+    return (action for program in schedule.programs for cell in program for action in parts(cell))
+
+
+def places_of(schedule: Schedule, letter: str) -> dict[int, tuple[int, ...]]:
+    """Return stage -> its micro-batches with an action of this kind, of a part of it, or fused of it and others."""
+    places: dict[int, set[int]] = {}
+    for action in actions_of(schedule):
+        if letter in (action.kind.partition(":")[0], *(kind_of(action.kind).fuses or ())):
+            places.setdefault(action.stage, set()).add(action.microbatch)
+    return {stage: tuple(sorted(places[stage])) for stage in sorted(places)}
 
 
 def unit_action(schedule: Schedule, letter: str, stage: int, unit: int) -> Action:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, combinations
 
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES, equal_part
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, actions_of
 from pipeloom.shapes.ops import LOGITS, LayerOps
 
 # Part of our blocks and output layer -> the tensors that its R makes.
@@ -126,7 +126,7 @@ def stage_bytes(
         spans: stage -> its layers, in order.
         widening: bytes of an element of summed gradients over those of an element of a layer's tensors.
     """
-    actions = [action for program in schedule.programs for cell in program for action in parts(cell)]
+    actions = list(actions_of(schedule))
     blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
     plain = {action.stage for action in actions if action.kind in ("B", "I")} | ({*range(schedule.stages)} - blocks)
     first = {route[0] for route in schedule.routes}  # their inputs are views of the batch
