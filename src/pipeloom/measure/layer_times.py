@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeloom.config import Layout
 from pipeloom.measure.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
-from pipeloom.measure.own_layers import SPLIT, WHOLE, one_by_one
+from pipeloom.measure.own_layers import SPLIT_BACKWARD, WHOLE_BACKWARD, one_by_one
 from pipeloom.models import ahead
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import Layer, MicrobatchContext
@@ -96,7 +96,7 @@ def layer_times(
     kind_of_stage = [kind for kind, numbers in enumerate(in_turn) for _ in numbers]
     layers = compiled([model[number] for numbers in in_turn for number in numbers], layout.config)
     names = {layer.name: layer for layer in layers}
-    again = [("{0}R{1}:" + part, *WHOLE) for part in parts]
+    again = [("{0}R{1}:" + part, *WHOLE_BACKWARD) for part in parts]
     schedule = one_by_one(len(layers), [*_BACKWARDS, *again])
     pipeline = LocalPipeline(
         layers,
@@ -130,7 +130,7 @@ def layer_times(
     )
 
 
-_BACKWARDS = SPLIT, ("{0}R{1}", *SPLIT), WHOLE, ("({0}R{1};{0}B{1})",)
+_BACKWARDS = SPLIT_BACKWARD, ("{0}R{1}", *SPLIT_BACKWARD), WHOLE_BACKWARD, ("({0}R{1};{0}B{1})",)
 _PLAIN = 0, 2  # micro-batches of which nothing is recomputed
 
 

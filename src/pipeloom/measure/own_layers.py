@@ -15,7 +15,7 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.stage_modules import layer_name
 from pipeloom.schedule import Action, Schedule
 
-SPLIT, WHOLE = ("{0}I{1}", "{0}W{1}"), ("{0}B{1}",)
+SPLIT_BACKWARD, WHOLE_BACKWARD = ("{0}I{1}", "{0}W{1}"), ("{0}B{1}",)
 """Cells of a backward in two parts, and of a whole one, for `one_by_one`."""
 
 _COLUMNS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
@@ -53,7 +53,7 @@ def profile(
     """
     require_whole("repeats", repeats)
     options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
-    schedule = one_by_one(len(layers), [SPLIT, WHOLE])
+    schedule = one_by_one(len(layers), [SPLIT_BACKWARD, WHOLE_BACKWARD])
     pipeline = LocalPipeline(layers, schedule, loss=loss, stages=(1,) * len(layers), options=options)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in range(repeats + 1):
