@@ -78,12 +78,7 @@ class LayerBytes:
         """Return the bytes of a layer that is known by its operations, on one rank, with those of its parts if `parts`."""
         tensors = layer.tensors
         if layer.kind == "S":
-            return cls(
-                0.0,
-                backward=layer.backward_peak,
-                hidden=tensors[HIDDEN],
-                scores=tensors[SCORES],
-            )
+            return cls(0.0, backward=layer.backward_peak, hidden=tensors[HIDDEN], scores=tensors[SCORES])
         left = tensors.keys() - layer.dropped
         saves_input = "input" in left or left <= {LOGITS}
         return cls(
