@@ -138,7 +138,9 @@ def test_an_optimizer_of_shares_trains_as_one_process_at_every_level(tmp_path: A
 
 def of_several_sizes() -> list[Layer]:
     """Layers whose parameters are cut between the replicas at other elements if their order is another."""
-    return [Layer(f"layer{at}", lambda a=a, b=b: nn.Linear(a, b)) for at, (a, b) in enumerate(((WIDTH, 50), (50, WIDTH)))]
+    return [
+        Layer(f"layer{at}", lambda a=a, b=b: nn.Linear(a, b)) for at, (a, b) in enumerate(((WIDTH, 50), (50, WIDTH)))
+    ]
 
 
 def saved_under_two_routes(rank: int, folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
