@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.errors import ArgumentError
+from pipeloom.limits import require_divides
 from pipeloom.ops.deferred import (
     DeferringLayer,
     WeightGradContext,
@@ -67,9 +68,7 @@ class TensorParallel:
 
     def split(self, count: int, what: str) -> tuple[int, ...]:
         """Return `count` of `what` ("heads") in equal parts, one per rank. Raises ArgumentError if `size` does not divide it."""
-        if count % self.size:
-            near = nearest(self.size, divisors(count))
-            raise ArgumentError("tp", f"={self.size} does not divide {count} {what}; {near}")
+        require_divides("tp", self.size, count, f"{count} {what}")
         return (count // self.size,) * self.size
 
 
