@@ -127,7 +127,7 @@ class Dispatch:
 
     Attributes:
         leaving: for each routing, tokens -> rows that leave this rank.
-        plans: waits for the counts and returns the plan of each routing; to be called once, in one order on all ranks of the axis.
+        plans: waits for the counts and returns the plan of each routing; called once, in the same order on all ranks of the axis.
     """
 
     leaving: Sequence[TokenPermutation]
