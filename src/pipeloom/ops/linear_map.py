@@ -11,7 +11,7 @@ from torch import Tensor
 LinearMap = Callable[[Tensor], Tensor]
 
 
-def mapped(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
+def with_adjoint(x: Tensor, forward: LinearMap, adjoint: LinearMap) -> Tensor:
     """Return `forward(x)`, whose gradient is `adjoint` of the incoming one: to any order, if that is differentiable."""
     return _Mapped.apply(x, forward, adjoint)  # type: ignore[no-any-return, no-untyped-call]
 

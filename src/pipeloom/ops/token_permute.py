@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeloom.ops.linear_map import mapped
+from pipeloom.ops.linear_map import with_adjoint
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def assign(
 
 def gather_rows(x: Tensor, permutation: TokenPermutation) -> Tensor:
     """Return the rows [rows, width] of the tokens x [tokens, width]."""
-    return mapped(x, lambda x: x.index_select(0, permutation.token), lambda rows: _sum(rows, None, permutation))
+    return with_adjoint(x, lambda x: x.index_select(0, permutation.token), lambda rows: _sum(rows, None, permutation))
 
 
 def combine_rows(rows: Tensor, weights: Tensor, permutation: TokenPermutation) -> Tensor:
@@ -111,7 +111,9 @@ def combine_rows(rows: Tensor, weights: Tensor, permutation: TokenPermutation) -
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows[order], `inverse` being the inverse permutation."""
-    return mapped(rows, lambda rows: rows.index_select(0, order), lambda gradient: gradient.index_select(0, inverse))
+    return with_adjoint(
+        rows, lambda rows: rows.index_select(0, order), lambda gradient: gradient.index_select(0, inverse)
+    )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

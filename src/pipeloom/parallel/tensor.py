@@ -27,7 +27,7 @@ from pipeloom.ops.deferred import (
     apply_linear,
     as_autocast,
 )
-from pipeloom.ops.linear_map import mapped
+from pipeloom.ops.linear_map import with_adjoint
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, not_a_view
 from pipeloom.parallel.collectives import (
@@ -277,7 +277,7 @@ def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
     Without sequence parallelism x is overwritten, so autograd raises an error if another operation's backward needs it.
     """
     if tensor.sequence:
-        return mapped(
+        return with_adjoint(
             x, lambda x: start_reduce_scatter(x, tensor.axis).wait(), lambda gradient: enter(gradient, tensor)
         )
     return _AllReduce.apply(x.contiguous(), tensor)  # type: ignore[no-any-return, no-untyped-call]
@@ -292,20 +292,20 @@ def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
     if tensor is None:
         return x
     if tensor.sequence:
-        return mapped(x, partial(_gathered, tensor), lambda gradient: sum_over_ranks(gradient, tensor))
+        return with_adjoint(x, partial(_gathered, tensor), lambda gradient: sum_over_ranks(gradient, tensor))
     # The sum is in place, and another function may hold the incoming gradient.
     copied = partial(torch.clone, memory_format=torch.contiguous_format)
-    return mapped(x, lambda x: x.view_as(x), lambda gradient: sum_over_ranks(copied(gradient), tensor))
+    return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: sum_over_ranks(copied(gradient), tensor))
 
 
 def gather_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
     """Gather [batch, tokens / size, width] to [batch, tokens, width] on every rank; the whole gradient is there on each."""
-    return mapped(x, partial(_gathered, tensor), partial(_own, tensor))
+    return with_adjoint(x, partial(_gathered, tensor), partial(_own, tensor))
 
 
 def own_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
     """Return this rank's part [batch, tokens / size, width] of x [batch, tokens, width]; the whole gradient is there on each."""
-    return mapped(x, partial(_own, tensor), partial(_gathered, tensor))
+    return with_adjoint(x, partial(_own, tensor), partial(_gathered, tensor))
 
 
 def _gathered(tensor: TensorParallel, x: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
         parts = start(x, tensor.axis, shard.sizes).wait()
         return join({(at,): part for at, part in enumerate(parts)}, _over_columns(shard))
 
-    return mapped(x, gathered, lambda gradient: own_columns(gradient, tensor, shard))
+    return with_adjoint(x, gathered, lambda gradient: own_columns(gradient, tensor, shard))
 
 
 def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
@@ -343,7 +343,7 @@ def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
         parts = [_columns_of(x, at, shard) for at in range(tensor.size)]
         return torch.cat(start_columns_for_tokens(parts, tensor.axis).wait(), -2)
 
-    return mapped(x, own, lambda gradient: gather_columns(gradient, tensor, shard))
+    return with_adjoint(x, own, lambda gradient: gather_columns(gradient, tensor, shard))
 
 
 def _over_columns(shard: Shard) -> ParameterSharding:
