@@ -22,7 +22,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pipeloom.errors import ArgumentError, UsageError, echo, reason_of, shortened
+from pipeloom.errors import ArgumentError, UsageError, divisors, echo, nearest, reason_of, shortened
 
 # Published pipelines have at most 128 ranks; a table with an entry for each pair of ranks has at most 17 million.
 MOST_RANKS = 4_096
@@ -287,11 +287,16 @@ def require_positive(name: str, value: object, most: float = math.inf) -> None:
     require_at_most(name, number, most)
 
 
-def require_at_most(name: str, value: float, most: float, why: str = "") -> None:
-    """Raise ArgumentError for a value of the argument `name` above `most`; `why` is the reason, in words."""
+def require_at_most(name: str, value: float, most: float) -> None:
+    """Raise ArgumentError for a value of the argument `name` above `most`."""
     if value > most:
-        reason = f" ({why})" if why else ""
-        raise ArgumentError(name, f" is {shortened(number(value))}; it must be at most {number(most)}{reason}")
+        raise ArgumentError(name, f" is {shortened(number(value))}; it must be at most {number(most)}")
+
+
+def require_divides(name: str, size: int, total: int, what: str) -> None:
+    """Raise ArgumentError unless `size`, the value of the argument `name`, divides `total`, which is `what` in words."""
+    if size < 1 or total % size:
+        raise ArgumentError(name, f"={size} does not divide {what}; {nearest(size, divisors(total))}")
 
 
 def require_counts(values: Mapping[str, object]) -> None:

@@ -18,7 +18,16 @@ import pipeloom as pl
 from paths import ROOT
 from pipeloom import limits
 from pipeloom.config import Config
-from pipeloom.errors import LONGEST_ECHO, CapacityError, ConfigError, PipeloomError, UsageError, echo, sentence
+from pipeloom.errors import (
+    LONGEST_ECHO,
+    CapacityError,
+    ConfigError,
+    PipeloomError,
+    UsageError,
+    echo,
+    first_line,
+    sentence,
+)
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.files import load
 from pipeloom.shapes.mesh import MeshShape
@@ -229,6 +238,18 @@ def test_messages_that_repeat_a_value_say_how_much_of_it() -> None:
                     if isinstance(node, ast.FormattedValue) and node.conversion == 114 and node.format_spec is None:
                         open_ended.append(f"{path.name}:{node.lineno}")
     assert open_ended == []
+
+
+def test_a_size_divides_or_the_nearest_that_do_are_named() -> None:
+    limits.require_divides("nodes", 4, 8, "8 ranks")
+    for size, near in ((3, "2 or 4"), (0, "1"), (9, "8")):
+        with pytest.raises(ConfigError, match=f"^nodes={size} does not divide 8 ranks; nearest: {near}$"):
+            limits.require_divides("nodes", size, 8, "8 ranks")
+
+
+def test_an_error_is_quoted_by_its_first_line_or_its_type() -> None:
+    assert first_line(ValueError("\n  no such file\nin there")) == "no such file"
+    assert first_line(KeyError()) == "KeyError"
 
 
 def test_files_of_users_are_read_in_one_way() -> None:

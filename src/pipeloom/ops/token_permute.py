@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeloom.ops.linear_map import with_adjoint
+
 
 @dataclass(frozen=True)
 class TokenPermutation:
@@ -99,7 +101,7 @@ def assign(
 
 def gather_rows(x: Tensor, permutation: TokenPermutation) -> Tensor:
     """Return the rows [rows, width] of the tokens x [tokens, width]."""
-    return _Take.apply(x, permutation)  # type: ignore[no-any-return, no-untyped-call]
+    return with_adjoint(x, lambda x: x.index_select(0, permutation.token), lambda rows: _sum(rows, None, permutation))
 
 
 def combine_rows(rows: Tensor, weights: Tensor, permutation: TokenPermutation) -> Tensor:
@@ -109,23 +111,14 @@ def combine_rows(rows: Tensor, weights: Tensor, permutation: TokenPermutation) -
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
     """rows[order], `inverse` being the inverse permutation."""
-    return _Permute.apply(rows, order, inverse)  # type: ignore[no-any-return, no-untyped-call]
+    return with_adjoint(
+        rows, lambda rows: rows.index_select(0, order), lambda gradient: gradient.index_select(0, inverse)
+    )
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which values of this dtype are summed: fp32, or fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: TokenPermutation) -> Tensor:
-        ctx.permutation = permutation
-        return x.index_select(0, permutation.token)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _sum(gradients[0], None, ctx.permutation), None
 
 
 class _Mix(torch.autograd.Function):
@@ -152,17 +145,6 @@ class _Mix(torch.autograd.Function):
             weights_in_order = flat.index_select(0, permutation.order)
             d_rows = (spread * weights_in_order.unsqueeze(-1)).to(rows.dtype)
         return d_rows, d_weights, None
-
-
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.inverse = inverse
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].index_select(0, ctx.inverse), None, None
 
 
 def _sum(rows: Tensor, weights: Tensor | None, permutation: TokenPermutation) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.limits import require_divides
 from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_turns, standstill
 from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, count_keys, gather_rows, permute
 from pipeloom.parallel.collectives import start_collective
@@ -44,11 +44,7 @@ class ExpertParallel:
     blocks: int = 1
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.axis.size % self.nodes:
-            near = nearest(self.nodes, divisors(self.axis.size))
-            raise ArgumentError(
-                "nodes", f"={self.nodes} does not divide {self.axis.size} expert-parallel ranks; {near}"
-            )
+        require_divides("nodes", self.nodes, self.axis.size, f"{self.axis.size} expert-parallel ranks")
 
     @classmethod
     def of(cls, group: Any) -> ExpertParallel | None:
@@ -67,10 +63,7 @@ class ExpertParallel:
 
     def own(self, experts: int) -> tuple[int, ...]:
         """Return the number of experts of each rank. Raises ArgumentError if the ranks do not divide `experts`."""
-        if experts % self.size:
-            raise ArgumentError(
-                "ep", f"={self.size} does not divide {experts} experts; {nearest(self.size, divisors(experts))}"
-            )
+        require_divides("ep", self.size, experts, f"{experts} experts")
         return (experts // self.size,) * self.size
 
 
@@ -128,20 +121,17 @@ class DispatchPlan:
         return replace(self, routes=None, fan=fan.first(sum(second.send)))
 
 
+@dataclass(frozen=True)
 class Dispatch:
     """Pending dispatch of several routings: the rows to send are known, the exchange of row counts is still running.
 
     Attributes:
         leaving: for each routing, tokens -> rows that leave this rank.
+        plans: waits for the counts and returns the plan of each routing; called once, in the same order on all ranks of the axis.
     """
 
-    def __init__(self, leaving: Sequence[TokenPermutation], finish: Callable[[], list[DispatchPlan]]) -> None:
-        self.leaving = tuple(leaving)
-        self._finish = finish
-
-    def plans(self) -> list[DispatchPlan]:
-        """Wait for the counts and return the plan of each routing. Call it once, in the same order on all ranks of the axis."""
-        return self._finish()
+    leaving: Sequence[TokenPermutation]
+    plans: Callable[[], list[DispatchPlan]]
 
 
 def begin_dispatch(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dispatch:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from pipeloom.errors import ArgumentError, divisors, nearest
+from pipeloom.errors import ArgumentError
+from pipeloom.limits import require_divides
 from pipeloom.ops.deferred import (
     DeferringLayer,
     WeightGradContext,
@@ -26,6 +27,7 @@ from pipeloom.ops.deferred import (
     apply_linear,
     as_autocast,
 )
+from pipeloom.ops.linear_map import with_adjoint
 from pipeloom.ops.main_gradient import MainGradients
 from pipeloom.ops.products import addmm, adjoint, as_rows, linear, matmul, not_a_view
 from pipeloom.parallel.collectives import (
@@ -66,9 +68,7 @@ class TensorParallel:
 
     def split(self, count: int, what: str) -> tuple[int, ...]:
         """Return `count` of `what` ("heads") in equal parts, one per rank. Raises ArgumentError if `size` does not divide it."""
-        if count % self.size:
-            near = nearest(self.size, divisors(count))
-            raise ArgumentError("tp", f"={self.size} does not divide {count} {what}; {near}")
+        require_divides("tp", self.size, count, f"{count} {what}")
         return (count // self.size,) * self.size
 
 
@@ -277,7 +277,9 @@ def sum_over_ranks(x: Tensor, tensor: TensorParallel) -> Tensor:
     Without sequence parallelism x is overwritten, so autograd raises an error if another operation's backward needs it.
     """
     if tensor.sequence:
-        return _ReduceScatter.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return with_adjoint(
+            x, lambda x: start_reduce_scatter(x, tensor.axis).wait(), lambda gradient: enter(gradient, tensor)
+        )
     return _AllReduce.apply(x.contiguous(), tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -287,53 +289,31 @@ def enter(x: Tensor, tensor: TensorParallel | None) -> Tensor:
     Its gradient is summed over the ranks; with sequence parallelism, each rank receives that of its tokens. `enter` and
     `sum_over_ranks` are each other's backward.
     """
-    return x if tensor is None else _Enter.apply(x, tensor)  # type: ignore[no-untyped-call]
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return start_all_gather(x, tensor.axis).wait() if tensor.sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), tensor = gradients, ctx.tensor
-        if not tensor.sequence:  # the sum is in place, and another function may hold the incoming gradient
-            gradient = gradient.clone(memory_format=torch.contiguous_format)
-        return sum_over_ranks(gradient, tensor), None
+    if tensor is None:
+        return x
+    if tensor.sequence:
+        return with_adjoint(x, partial(_gathered, tensor), lambda gradient: sum_over_ranks(gradient, tensor))
+    # The sum is in place, and another function may hold the incoming gradient.
+    copied = partial(torch.clone, memory_format=torch.contiguous_format)
+    return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: sum_over_ranks(copied(gradient), tensor))
 
 
 def gather_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
     """Gather [batch, tokens / size, width] to [batch, tokens, width] on every rank; the whole gradient is there on each."""
-    return _GatherTokens.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return start_all_gather(x, tensor.axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].chunk(ctx.tensor.size, -2)[ctx.tensor.index], None
+    return with_adjoint(x, partial(_gathered, tensor), partial(_own, tensor))
 
 
 def own_tokens(x: Tensor, tensor: TensorParallel) -> Tensor:
     """Return this rank's part [batch, tokens / size, width] of x [batch, tokens, width]; the whole gradient is there on each."""
-    return _OwnTokens.apply(x, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return with_adjoint(x, partial(_own, tensor), partial(_gathered, tensor))
 
 
-class _OwnTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return x.chunk(tensor.size, -2)[tensor.index]
+def _gathered(tensor: TensorParallel, x: Tensor) -> Tensor:
+    return start_all_gather(x, tensor.axis).wait()
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return start_all_gather(gradients[0].contiguous(), ctx.tensor.axis).wait(), None
+
+def _own(tensor: TensorParallel, x: Tensor) -> Tensor:
+    return x.chunk(tensor.size, -2)[tensor.index]
 
 
 def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
@@ -342,7 +322,13 @@ def gather_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
     With sequence parallelism each rank receives only its tokens. Otherwise every rank must compute the same from the result,
     so that the incoming gradients are equal. `gather_columns` and `own_columns` are each other's backward, to any order.
     """
-    return _GatherColumns.apply(x, tensor, shard)  # type: ignore[no-any-return, no-untyped-call]
+
+    def gathered(x: Tensor) -> Tensor:
+        start = start_tokens_for_columns if tensor.sequence else start_gather_columns
+        parts = start(x, tensor.axis, shard.sizes).wait()
+        return join({(at,): part for at, part in enumerate(parts)}, _over_columns(shard))
+
+    return with_adjoint(x, gathered, lambda gradient: own_columns(gradient, tensor, shard))
 
 
 def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
@@ -350,34 +336,14 @@ def own_columns(x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
 
     With sequence parallelism x is [batch, tokens / size, columns], this rank's tokens.
     """
-    return _OwnColumns.apply(x, tensor, shard)  # type: ignore[no-any-return, no-untyped-call]
 
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
-        ctx.tensor, ctx.shard = tensor, shard
-        start = start_tokens_for_columns if tensor.sequence else start_gather_columns
-        parts = start(x, tensor.axis, shard.sizes).wait()
-        return join({(at,): part for at, part in enumerate(parts)}, _over_columns(shard))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return own_columns(gradients[0], ctx.tensor, ctx.shard), None, None
-
-
-class _OwnColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel, shard: Shard) -> Tensor:
-        ctx.tensor, ctx.shard = tensor, shard
+    def own(x: Tensor) -> Tensor:
         if not tensor.sequence:  # a copy, so that the other columns are freed
             return _columns_of(x, tensor.index, shard).clone(memory_format=torch.contiguous_format)
         parts = [_columns_of(x, at, shard) for at in range(tensor.size)]
         return torch.cat(start_columns_for_tokens(parts, tensor.axis).wait(), -2)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gather_columns(gradients[0], ctx.tensor, ctx.shard), None, None
+    return with_adjoint(x, own, lambda gradient: gather_columns(gradient, tensor, shard))
 
 
 def _over_columns(shard: Shard) -> ParameterSharding:
@@ -401,17 +367,6 @@ class _AllReduce(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: TensorParallel) -> Tensor:
-        ctx.tensor = tensor
-        return start_reduce_scatter(x, tensor.axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return enter(gradients[0], ctx.tensor), None
 
 
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:

@@ -96,7 +96,6 @@ class Stage:
         self.numbered = tuple((at, *each) for at, each in enumerate(zip(layers.names, layers.modules, strict=True)))
         self.segmented = layers.segmented
         self.parts: set[str] = set()  # the names by which its layers have called parts, where any is recomputed
-        self.writes_weight_gradients = writes_weight_gradients
         self._deallocate = deallocate
         self.grad_context = grad_context
         self._communications = communications

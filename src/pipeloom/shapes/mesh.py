@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pipeloom.errors import ArgumentError, UsageError, divisors, echo, nearest
-from pipeloom.limits import MOST_WORKERS, require_types
+from pipeloom.errors import ArgumentError, UsageError, echo
+from pipeloom.limits import MOST_WORKERS, require_divides, require_types
 
 AXES = ("pp", "edp", "ep", "tp")
 ORDER = "tp-ep-dp-pp"  # Megatron-LM's spelling: the axis whose index changes from one rank to the next comes first
@@ -74,13 +74,9 @@ class MeshShape:
             axes = f"={self.pp} x dp {self.dp} x tp {self.tp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
             words = f"{axes} are {self.world:,} workers; a run has at most {MOST_WORKERS:,}"
             raise ArgumentError("pp", words)
-        if self.replicas % self.ep:
-            whole = f"dp {self.dp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
-            near = nearest(self.ep, divisors(self.replicas))
-            raise ArgumentError("ep", f"={self.ep} does not divide {whole}; {near}")
-        if self.ep % self.ep_nodes:
-            near = nearest(self.ep_nodes, divisors(self.ep))
-            raise ArgumentError("ep_nodes", f"={self.ep_nodes} does not divide ep {self.ep}; {near}")
+        whole = f"dp {self.dp}" + (f" x cp {self.cp}" if self.cp > 1 else "")
+        require_divides("ep", self.ep, self.replicas, whole)
+        require_divides("ep_nodes", self.ep_nodes, self.ep, f"ep {self.ep}")
 
     @property
     def world(self) -> int:

@@ -11,6 +11,7 @@ import pipeloom as pl
 from pipeloom.errors import CapacityError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.families import build
+from pipeloom.schedule.families.construct.list_scheduling import Turns
 from pipeloom.schedule.offload import offload
 from pipeloom.schedule.transforms import recompute
 from pipeloom.solver.construct import sequences_of
@@ -91,3 +92,12 @@ def test_a_schedule_to_start_from_is_never_made_longer() -> None:
 def test_too_little_memory_for_any_copies() -> None:
     with pytest.raises(CapacityError, match=r"memory is 0\.9; no schedule was found that fits it, not with copies"):
         pl.search(2, 3, COSTS, memory=0.9, iterations=5)
+
+
+def test_a_rank_has_one_turn_at_a_time_the_earliest() -> None:
+    turns, seen = Turns(2), list[tuple[float, int]]()
+    for now, rank in turns:
+        seen.append((now, rank))
+        for later in (5.0, 3.0, 4.0) if now == 0 else ():
+            turns.call(rank, later + rank)
+    assert seen == [(0, 0), (0, 1), (3, 0), (4, 1)]
