@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipeloom.errors import ConfigError
-from pipeloom.parallel import Mesh, MeshShape
+from pipeloom.parallel import Mesh, MeshShape, data
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.spread_vocabulary import vocabulary_share
 from pipeloom.schedule import Schedule
@@ -143,7 +143,7 @@ def test_loss_and_gradients(
 
 
 def in_late_replicas(rank: int, level: int) -> tuple[list[float], Any]:
-    """Losses of two steps and an evaluation, and logits, where one of two replicas is late to step its shares of the weights."""
+    """Losses of two steps and an evaluation, and logits, where one of two replicas is late to send the weights it has stepped."""
     mesh = Mesh.of(MeshShape(pp=2, dp=2))
     assert mesh is not None
     words = ["vocabulary", "embedding", *of_zero(level, spread=True)]
@@ -152,6 +152,13 @@ def in_late_replicas(rank: int, level: int) -> tuple[list[float], Any]:
         mesh.place.pp, words, "spread", build("1f1b", 2, ROWS // 2), 0.0, 11, mesh=mesh, options=options
     )
     sgd = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+    start = data.start_gather_slices
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.1 * mesh.place.dp)
+        return start(*arguments)
+
+    data.start_gather_slices = late
     tokens, targets = batch(11)
     losses = []
     for method in (pipeline.step, pipeline.step, pipeline.evaluate):
@@ -159,7 +166,6 @@ def in_late_replicas(rank: int, level: int) -> tuple[list[float], Any]:
         if method == pipeline.step:
             sgd.step()
             sgd.zero_grad()
-        time.sleep(0.2 * mesh.place.dp)
     logits = pipeline.predict(tokens)
     return losses, None if logits is None else logits.tolist()
 
