@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -395,28 +395,21 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
     when a user's function fails, or when a transform refuses the schedule.
     """
     schedule = _untransformed(config, folder)
-    words, costs = config.schedule.transforms, None
+    words = config.schedule.transforms
     if schedule.vocabulary and config.parallel.vocabulary == "last":
         raise ConfigError(
             f'schedule.name = "{config.schedule.name}": it spreads the output layer over the ranks; set '
             'parallel.vocabulary = "pp"'
         )
-    if spread := config.parallel.vocabulary == "pp" and not schedule.vocabulary:
-        problems, stage_layers = _stage_layers(config, schedule)
-        if problems:
-            raise ConfigError(problems)
-        costs = flop_costs(config, schedule, stage_layers)
-        if (cuts := _cuts(config, schedule)[0]) is not None:
-            costs = cuts.costs(costs)
-        spread = not any(word.startswith("vocabulary") for word in words)
+    spread = not schedule.vocabulary and not any(word.startswith("vocabulary") for word in words)
     beside = next((at for at, word in enumerate(words) if word.startswith(_BESIDE)), len(words))
     try:
-        schedule = transformed(schedule, words[:beside], costs)
-        if spread:
-            schedule = _spread(schedule, costs)
+        schedule = _transformed(schedule, words[:beside], config)
+        if config.parallel.vocabulary == "pp" and spread:
+            schedule = _spread(schedule, _costs_of_spread(config, schedule))
         elif schedule.vocabulary and not schedule._spreads_embedding:
-            schedule = embedding(schedule, costs)
-        return transformed(schedule, words[beside:], costs)
+            schedule = embedding(schedule, _costs_of_spread(config, schedule))
+        return _transformed(schedule, words[beside:], config)
     except ConfigError:
         raise
     except UsageError as error:
@@ -425,6 +418,25 @@ def make_schedule(config: Config, folder: Path | None = None) -> Schedule:
 
 # Transforms that add entries beside the computation, which come last.
 _BESIDE = ("offload", "shard", "reduce-gradients")
+
+
+def _transformed(schedule: Schedule, words: Sequence[str], config: Config) -> Schedule:
+    for word in words:  # which may change the number of stages
+        schedule = transformed(schedule, [word], _costs_of_spread(config, schedule))
+    return schedule
+
+
+def _costs_of_spread(config: Config, schedule: Schedule) -> Costs | None:
+    """Return the costs at which transforms order a schedule with a spread vocabulary; None for others, and where the layers do
+    not fit its stages.
+    """
+    if config.parallel.vocabulary == "last":
+        return None
+    problems, stage_layers = _stage_layers(config, schedule)
+    if problems:
+        return None
+    costs, cuts = flop_costs(config, schedule, stage_layers), _cuts(config, schedule)[0]
+    return costs if cuts is None else cuts.costs(costs)
 
 
 def _spread(schedule: Schedule, costs: Costs | None) -> Schedule:

@@ -224,9 +224,9 @@ class StageShards:
         for flat in self._gathered[stage]:
             flat.release()
 
-    def gather_all(self) -> None:
-        """Gather the parameters of all stages, between steps."""
-        for flat in self.parameters.values():
+    def gather_between(self, stage: int | None = None) -> None:
+        """Gather the parameters of a stage, or of all (None), between steps."""
+        for flat in self.parameters.values() if stage is None else self._gathered[stage]:
             flat.gather_between()
 
     def release_all(self) -> None:

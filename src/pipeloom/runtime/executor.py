@@ -325,6 +325,9 @@ class Executor:
     def _issue(self, entries: Sequence[int]) -> None:
         """Start entries on other queues than that of computation. Each waits for the one before it on its queue."""
         for at in entries:
+            action = self.program.instructions[at].tasks[0].action
+            if action.kind == "EMBED":  # it reads weights; here only one thread at a time waits for them
+                self._await_weights(action)
             self._issued.append(at)
             threading.Thread(target=self._run_beside, args=(at,), daemon=True).start()
 

@@ -154,12 +154,14 @@ class StepGradients:
                 self.sync.weights.wait(self._buckets_of[layer])
             self._alarm.status.wait_inside(None)
 
-    def wait_for_weights(self) -> None:
-        """Wait for the slices of all weights here that other replicas have stepped, and gather those that are not whole."""
+    def wait_for_weights(self, stage: int | None = None) -> None:
+        """Wait for the slices of all weights here that other replicas have stepped, and gather those, of all stages or of one,
+        that are not whole.
+        """
         self.publish()
         if self.sync is not None and self.sync.shards is not None:
             with self._alarm.waiting(_GATHERED):
-                self.sync.shards.gather_all()
+                self.sync.shards.gather_between(stage)
         if self.sync is not None and self.sync.weights.pending:
             with self._alarm.waiting(_STEPPED):
                 self.sync.weights.wait()

@@ -445,7 +445,10 @@ class Pipeline:
         with self._status.during("evaluation"), whole_sequences(spread_layers):
             given = GivenBatch.of("predict", inputs, None, keywords, microbatches)
             count = given.forwards(self.schedule.microbatches)
-            self._gradients.publish()
+            if spread is None:
+                self._gradients.publish()
+            else:
+                self._gradients.wait_for_weights(self.schedule.vocabulary[self.rank])  # no action reads the shares
             if spread is not None and spread.embedding is not None:
                 with self._alarm.waiting("the other ranks' embeddings"):
                     given = given.with_inputs(lambda each: spread.look_up(0, each, training=False))

@@ -18,7 +18,7 @@ from itertools import accumulate, chain, product
 from typing import Any, NamedTuple
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.actions import COLLECTIVE, INPUT_GRADIENT, Cell, kind_number, kind_of
+from pipeloom.schedule.actions import COLLECTIVE, INPUT_GRADIENT, Cell, kind_number
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.graph import NEVER, Graph
 from pipeloom.schedule.model import Schedule, of_schedule, parts, unit_action
@@ -183,11 +183,12 @@ def layers_alone(schedule: Schedule) -> Schedule:
     """Return `schedule` without a spread vocabulary: its stages of layers, whose last one puts out what the shares take."""
     if not schedule.vocabulary:
         return schedule
+    stages = schedule.vocabulary.start
     programs = [
-        [cell for cell in program if not any(kind_of(action.kind).vocabulary for action in parts(cell))]
+        [cell for cell in program if all(action.stage < stages for action in parts(cell))]
         for program in schedule.programs
     ]
-    placement = schedule.placement[: schedule.vocabulary.start]
+    placement = schedule.placement[:stages]
     return replace(schedule, placement=placement, codes=((),) * schedule.ranks).with_programs(programs)
 
 

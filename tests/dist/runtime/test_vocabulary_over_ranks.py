@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 
 from pipeloom.errors import ConfigError
+from pipeloom.parallel import Mesh, MeshShape, data
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.runtime.spread_vocabulary import vocabulary_share
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import Costs
 from pipeloom.schedule.families import build
-from pipeloom.schedule.transforms import transformed
+from pipeloom.schedule.transforms import of_zero, transformed
 from processes import run_ranks
 
 WIDTH, ROWS, LENGTH = 8, 12, 3
@@ -138,6 +140,55 @@ def test_loss_and_gradients(
     for rank, (_, _, predicted) in enumerate(results):
         assert (predicted is None) == (rank != last)
     torch.testing.assert_close(torch.tensor(results[last][2]), logits, rtol=1e-5, atol=3e-6)
+
+
+def in_late_replicas(rank: int, level: int) -> tuple[list[float], Any]:
+    """Losses of two steps and an evaluation, and logits, where one of two replicas is late to send the weights it has stepped."""
+    mesh = Mesh.of(MeshShape(pp=2, dp=2))
+    assert mesh is not None
+    words = ["vocabulary", "embedding", *of_zero(level, spread=True)]
+    options = RuntimeOptions(monitor=False, shard_gradients=True)
+    pipeline = pipeline_of(
+        mesh.place.pp, words, "spread", build("1f1b", 2, ROWS // 2), 0.0, 11, mesh=mesh, options=options
+    )
+    sgd = torch.optim.SGD(pipeline.parameters(), lr=0.5)
+    start = data.start_gather_slices
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.1 * mesh.place.dp)
+        return start(*arguments)
+
+    data.start_gather_slices = late
+    tokens, targets = batch(11)
+    losses = []
+    for method in (pipeline.step, pipeline.step, pipeline.evaluate):
+        losses.append(method(tokens, targets).item())
+        if method == pipeline.step:
+            sgd.step()
+            sgd.zero_grad()
+    logits = pipeline.predict(tokens)
+    return losses, None if logits is None else logits.tolist()
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_lookups_read_the_weights_that_all_replicas_have_stepped(level: int) -> None:
+    layers, weight = model(1, "spread", 11)
+    head = weight.requires_grad_()
+    tokens, targets = batch(11)
+    sgd = torch.optim.SGD([head, *nn.Sequential(*layers).parameters()], lr=0.5)
+    losses = []
+    for _ in range(3):
+        sgd.zero_grad()
+        logits = nn.Sequential(*layers)(tokens) @ head.T
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        losses.append(loss.item())
+        if len(losses) < 3:
+            loss.backward()
+            sgd.step()
+    for found, predicted in run_ranks(in_late_replicas, 4, level):
+        assert found == pytest.approx(losses, rel=1e-5)
+        if predicted is not None:
+            torch.testing.assert_close(torch.tensor(predicted), logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 def refusals(rank: int) -> list[str]:

@@ -13,6 +13,7 @@ from pipeloom.config import even_sizes, load, load_layout, resolve, stage_costs
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
+from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import recompute
 from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
 
@@ -198,6 +199,14 @@ def test_a_spread_output_layer_leaves_the_last_stage_to_blocks() -> None:
     sharded = load_layout("tiny", {**keys, "parallel.dp": 2, "parallel.zero": 2, "schedule.microbatches": 4}).schedule
     assert sharded.vocabulary
     assert "REDUCE_GRAD" in sharded.stage_actions
+
+
+def test_transforms_beside_a_spread_vocabulary_have_the_costs_of_the_stages_that_there_are() -> None:
+    keys = {**SPREAD, "parallel.pp": 2, "schedule.name": "1f1b", "schedule.transforms": ["cut-stages=2", "offload"]}
+    schedule = load_layout("tiny", keys).schedule
+    assert (schedule.vocabulary, schedule.positions) == (range(4, 6), 4)
+    copies = [part for program in schedule.programs for cell in program for part in parts(cell) if part.kind == "O"]
+    assert len(copies) == 4 * schedule.microbatches
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,10 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     """
     require_sizes(ranks=ranks, microbatches=microbatches)
     if ranks % 2:
-        raise UsageError(
-            f"dualpipe needs an even number of ranks, not {ranks}; nearest: {max(2, ranks - 1)} or {ranks + 1}"
-        )
+        nearest = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
+        raise UsageError(f"dualpipe needs an even number of ranks, not {ranks}; nearest: {nearest}")
     if microbatches < 2 * ranks or microbatches % 2:
-        nearest = 2 * ranks if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
+        nearest = f"{2 * ranks}" if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
         raise UsageError(
             f"dualpipe at {ranks} ranks needs an even number of at least {2 * ranks} micro-batches, not {microbatches}; "
             f"nearest: {nearest}"
