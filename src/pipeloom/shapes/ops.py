@@ -404,7 +404,8 @@ def _adapted(layer: LayerOps, targets: frozenset[str], rank: int, split: Split, 
             saves = tuple(each for each in op.saves if not each[0].endswith("_unit"))
             frozen = replace(frozen, saves=saves, scratch=(op.scratch + units) * (op.scratch > 0))
         elif op.weights:
-            frozen = replace(frozen, saves=op.saves[not op.expert :], scratch=0.0, out=0.0, joins=False)
+            saves = op.saves if op.expert or layer.kind == "S" else op.saves[1:]  # a share keeps its copy until T
+            frozen = replace(frozen, saves=saves, scratch=0.0, out=0.0, joins=False)
         if not begun:
             extra = 0.0 if targets else sum(size for _, size in op.saves[1:])
             frozen = replace(frozen, saves=(), gradients=op.gradients * (not targets), scratch=extra)

@@ -54,6 +54,20 @@ def test_a_share_keeps_a_copy_its_logits_and_their_exponentials(spread):
     assert sizes["scores"] == (0, 0, *[64 * 2048 * (4 + 4)] * 2)
 
 
+def test_a_frozen_share_keeps_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 512, "num_attention_heads": 4, '
+        '"intermediate_size": 128}'
+    )
+    keys = {key: value for key, value in KEYS.items() if not key.startswith("model.")}
+    keys |= {"model.source": str(tmp_path), "parallel.vocabulary": "pp", "data.tokenizer": "bytes"}
+    whole, adapters = (
+        predicted(load_layout("tiny", keys | {"lora.r": rank})).timeline.costs.bytes_in("device", 4) for rank in (0, 4)
+    )
+    assert adapters["hidden"] == whole["hidden"]
+    assert adapters["scores"] == whole["scores"]
+
+
 def test_s_has_the_forward_and_with_one_reduction_the_input_gradient(spread):
     fused, two = (
         spread.timeline.costs,
