@@ -8,13 +8,14 @@
     python benchmarks/unequal.py real                  measured steps of 2 processes that compute
 
 For each setting it prints the makespan of the plan over the shorter of 1F1B and `interleaved` with (a) sequences dealt out in
-turn and packed as they come, (b) replicas and micro-batches balanced by tokens, the gap to the bound, and the CPU seconds of the
-first plan and of one that takes over its family and packing.
+turn and packed as they come, (b) replicas and micro-batches balanced by tokens, over the best of the searches so far
+(unequal.json), the gap to the bound, and the CPU seconds of the first plan and of one that takes over its family and packing.
 
-search: the plan over the best that simulated annealing has found (unequal.json; 0 seconds: compared alone), which begins with the
-plan of each family and changes batches, their order and replicas. real: steps of the plan and of (b) in turn, with a transformer
-that attends within each sequence, each with other lengths; the first steps are planned by times of single micro-batches, later
-ones by those of the first steps' timelines, and predictions are printed too.
+search: simulated annealing, which begins with the plan of each family and the best so far, and changes batches, their order and
+replicas. 0 seconds: the plan is compared alone.
+real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each with other lengths; the
+first steps are planned by times of single micro-batches, later ones by those of the first steps' timelines, and predictions are
+printed too.
 emulated: the same runtime, processes and messages with layers that sleep for the time of their sequences, whatever others
 compute on the machine.
 """
@@ -163,6 +164,7 @@ class Annealing:
 
     def shortest(self, state: list[Batches], seconds: float) -> tuple[float, list[Batches]]:
         """The shortest step within so many seconds of this process."""
+        state = list(state)
         spans = [self.span(batches) for batches in state]
         best, begin = (max(spans), list(state)), time.process_time()
         while (spent := (time.process_time() - begin) / seconds) < 1:
@@ -187,6 +189,12 @@ def _makespans(name: str, ranks: int, microbatches: int, chunks: int) -> Makespa
     return Makespans(_schedule(name, ranks, microbatches, chunks), Costs(1 / chunks, 1 / chunks, 1 / chunks))
 
 
+def searched() -> dict[str, Any]:
+    """Setting -> the best of its searches so far."""
+    found: dict[str, Any] = json.loads(SEARCHED.read_text())
+    return found
+
+
 def beside_search(seconds: float, first: int, last: int) -> int:
     """Search each setting for so many seconds more and print the plan over the best so far; 1 where it is longer by 5 %.
 
@@ -197,10 +205,11 @@ def beside_search(seconds: float, first: int, last: int) -> int:
         lengths = lengths_of(kind, count, 2 * number)
         limit = max(LIMIT, *lengths)
         plan = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME)
-        known = json.loads(SEARCHED.read_text()) if SEARCHED.exists() else {}
+        known = searched()
         best = known.setdefault(str(number), {"seconds": 0.0, "makespan": math.inf})
         if seconds:
-            runs: list[tuple[float, list[Batches], tuple[str, int]]] = []
+            planned = [[list(batch) for batch in each.microbatches] for each in plan.replicas]
+            runs = [(plan.makespan, planned, plan.family)]
             for family in FAMILIES_OF_STEPS:
                 alone = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME, families=[family])
                 state = [[list(batch) for batch in each.microbatches] for each in alone.replicas]
@@ -511,9 +520,11 @@ def main() -> int:
             for by_tokens in (False, True)
         ]
         longer |= max(ratios) > 1
+        best = searched().get(str(number))
+        beside = f"{plan.makespan / best['makespan']:.3f} of searched  " if best else ""
         print(
             f"{number:2}  p {ranks}  dp {replicas}  {count:4} sequences  {kind:10}  "
-            f"{ratios[0]:.3f} of (a)  {ratios[1]:.3f} of (b)  "
+            f"{ratios[0]:.3f} of (a)  {ratios[1]:.3f} of (b)  {beside}"
             f"gap {100 * plan.gap:4.1f} %  {spent:5.2f} s, then {1000 * again:4.0f} ms  {plan.family[0]}",
             flush=True,
         )
