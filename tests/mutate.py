@@ -26,7 +26,6 @@ TESTS = {
     "schedule.check": (
         "unit/schedule/test_check.py",
         "unit/schedule/test_recompute_cells.py",
-        "unit/schedule/test_batched_p2p.py",
     ),
     "schedule.graph": ("unit/schedule/test_check.py", "unit/schedule/test_simulate.py"),
     "schedule.simulate": ("unit/schedule/test_simulate.py", "unit/schedule/test_idle.py"),

@@ -141,6 +141,11 @@ def from_machine(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; of one that says nothing its type."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def reason_of(error: BaseException) -> object:
     """Return why the machine refused, without the number and the path of an `OSError`; of any other error the error itself."""
     return getattr(error, "strerror", None) or error

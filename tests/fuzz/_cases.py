@@ -10,8 +10,10 @@ from functools import cache
 from typing import Any
 
 import pipeloom as pl
+from batch_walk import check_batches
 from fuzz._layers import ALIASING, CLOSING, CUTTING, FROZEN, HOOKS, KINDS, OPENING, STATEFUL, Layout
 from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule.channels import traffic
 
 LARGEST_WORLD = 4
 FAMILIES = tuple(pl.schedules.FAMILIES)
@@ -130,7 +132,9 @@ def build_schedule(
     schedule = pl.schedules.transformed(schedule, [transform] if transform else [])
     if shuffle:
         schedule = shuffled(schedule, random.Random(shuffle))
-    pl.check(schedule, transport="batched" if batched else "individual")
+    pl.check(schedule)
+    if batched:
+        check_batches(traffic(schedule))
     return schedule
 
 

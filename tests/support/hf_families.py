@@ -24,8 +24,9 @@ from pipeloom.models import cross_entropy, hf
 from pipeloom.models.hf.library import transformers
 from pipeloom.ops.random_state import stable_seed
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.batch import IGNORE_INDEX, split_sizes
+from pipeloom.runtime.batch import IGNORE_INDEX
 from pipeloom.schedule.model import Schedule
+from pipeloom.shapes.cut import even_sizes
 
 RANKS, MICROBATCHES, SEQUENCE_LENGTH = 2, 4, 12
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
@@ -218,7 +219,7 @@ def _parts(batch: FamilyBatch) -> Iterator[FamilyBatch]:
     """Yield a pipeline's micro-batches; of packed rows, each document alone."""
     rows, positions = len(batch.tokens), batch.keywords.get("position_ids")
     if positions is None:
-        sizes = split_sizes(rows, MICROBATCHES)
+        sizes = even_sizes(rows, MICROBATCHES)
         split = [torch.split(value, sizes) for value in (batch.tokens, batch.targets, *batch.keywords.values())]
         for tokens, targets, *values in zip(*split, strict=True):
             yield FamilyBatch(tokens, targets, dict(zip(batch.keywords, values, strict=True)))

@@ -18,15 +18,14 @@ from pipeloom.config.sections import COMPUTED, PARTS_OF_BLOCKS, Config
 from pipeloom.errors import ConfigError, ScheduleError, UsageError, did_you_mean
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.actions import equal_part
-from pipeloom.schedule.check import CheckedTransport
 from pipeloom.schedule.families import build
 from pipeloom.schedule.files import load, names_a_file
 from pipeloom.schedule.functions import importable_from, is_function, source_file, user_object
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import actions_of
 from pipeloom.schedule.slices import SequenceCuts, balanced_cuts
 from pipeloom.schedule.transforms import of_zero, recompute_stages, transformed
 from pipeloom.schedule.vocabulary import embedding, with_shares
-from pipeloom.shapes.cut import balance, parse_stages, spans
+from pipeloom.shapes.cut import balance, even_sizes, parse_stages, spans
 from pipeloom.shapes.decoder import shape_problems
 from pipeloom.shapes.layers import LayerSize, attention_share, layer_sizes, whole_layers
 from pipeloom.shapes.mesh import MeshShape
@@ -114,8 +113,7 @@ def examine(
         if config.schedule.name == SEARCH:
             request = search_request(config)
         schedule = request.first if request is not None else make_schedule(config, folders.get("schedule.name"))
-        transport: CheckedTransport = "batched" if config.schedule.transport == "batched" else "individual"
-        check(schedule, transport=transport, training=True)
+        check(schedule, training=True)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:
@@ -194,13 +192,6 @@ def _sharded(config: Config) -> Config:
     optimizer = config.optimizer.model_copy(update={"zero1": True})
     schedule = config.schedule.model_copy(update={"transforms": (*transforms, *more)})
     return config.model_copy(update={"optimizer": optimizer, "schedule": schedule})
-
-
-def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in `parts` as even as possible, larger ones first: micro-batch i gets total // parts, and one more if
-    i < total % parts."""
-    base, larger = divmod(total, parts)
-    return (base + 1,) * larger + (base,) * (parts - larger)
 
 
 def stage_sizes(config: Config) -> list[LayerSize]:
@@ -314,7 +305,7 @@ def _problems_of_order(config: Config, schedule: Schedule) -> list[str]:
             f"{key}: a search may reorder micro-batches of several sizes; {schedule.microbatches} do not divide {rows} rows"
         ]
     backwards: dict[int, list[int]] = {}
-    for action in (part for program in schedule.programs for cell in program for part in parts(cell)):
+    for action in actions_of(schedule):
         if action.kind in ("B", "W"):
             backwards.setdefault(action.stage, []).append(action.microbatch)
     ends = schedule.placement[schedule.routes[0][0]], schedule.placement[schedule.routes[0][-1]]

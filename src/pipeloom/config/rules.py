@@ -41,6 +41,7 @@ replan | compile | train.compile is {compile} and leaves W without time, which a
 slices | search | schedules are searched for whole sequences; name a family, such as 1f1b
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
+sorted documents | slices | the shortest batches have too few tokens to cut; set data.documents = "pack"
 sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
 no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
 muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true

@@ -39,7 +39,7 @@ class EntryBox(NamedTuple):
 def boxes(timeline: Timeline) -> tuple[tuple[EntryBox, ...], ...]:
     """rank -> its boxes, in program order."""
     schedule = timeline.schedule
-    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    origin = timeline.begin
     chunk_of = {stage: chunk % schedule.chunks for held in schedule.stages_of for chunk, stage in enumerate(held)}
     duration = durations(schedule, timeline.costs) if schedule.has_pairs else []
     rows = []
@@ -63,7 +63,7 @@ def queue_names(timeline: Timeline) -> tuple[str, ...]:
 
 def byte_curves(timeline: Timeline) -> dict[str, tuple[tuple[tuple[float, float], ...], ...]]:
     """pool -> rank -> (time from the timeline's first start, bytes from then on), in order of time, of the pools in use."""
-    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    origin = timeline.begin
     return {
         pool: tuple(
             tuple(

@@ -62,13 +62,7 @@ def messages(schedule: Schedule, costs: Costs) -> dict[str, Any]:
         kind["count"] += count
         kind["size"] += sizes[channel]
     channels = [channel._asdict() | {"count": count, "size": sizes[channel]} for channel, count in counts.items()]
-    return {
-        "count": sum(sent),
-        "size": sum(sizes.values()),
-        "sent": sent,
-        "by_kind": kinds,
-        "channels": channels,
-    }
+    return {"count": sum(sent), "size": sum(sizes.values()), "sent": sent, "by_kind": kinds, "channels": channels}
 
 
 def message_words(totals: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ from pipeloom.schedule.actions import COMPUTE, EVENTS, KEPT, MOST_KINDS, PENDING
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE, StageCosts
 from pipeloom.schedule.json_form import to_dict
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import actions_of
 from pipeloom.schedule.timeline import CAUSES, timelines_of
 
 PAGE_FORMAT = "pipeloom.page/1"
@@ -134,7 +134,7 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
     None where it computes all of it, so that actions can be moved. Rows are the ranks' computation, then the other queues.
     """
     schedule = timeline.schedule
-    used = {kind_of(action.kind) for program in schedule.programs for cell in program for action in parts(cell)}
+    used = {kind_of(action.kind) for action in actions_of(schedule)}
     if not (
         schedule.has_queues
         or schedule.slices > 1  # the page's simulator moves actions without regard to the order of slices
@@ -147,7 +147,7 @@ def _still(timeline: Timeline) -> dict[str, Any] | None:
     rows += [(rank, name) for rank in range(schedule.ranks) for name in queue_names(timeline)[1:]]
     positions = [schedule.queues[rank].get(name, ()) for rank, name in rows]
     place = {(rank, p): (row, at) for row, (rank, _) in enumerate(rows) for at, p in enumerate(positions[row])}
-    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    origin = timeline.begin
     gaps = [
         [
             (gap.start - origin, gap.end - origin, CAUSES.index(gap.cause), place.get((rank, gap.at), (0, len(row)))[1])
@@ -193,7 +193,7 @@ def _pane(timeline: Timeline, unit: tuple[float, str]) -> dict[str, Any]:
         "overlap_p2p": timeline.overlap_p2p,
         "messages": sent | {"words": size_words(sent["size"]) if sent["size"] else ""},
         "most_kinds": MOST_KINDS,
-        "origin": _short(min((starts[0] for starts in timeline.starts if starts), default=0.0)),
+        "origin": _short(timeline.begin),
         "codes": schedule.codes,
         "remade": [
             stage * schedule.units + unit for (stage, unit), values in schedule._remade.items() if SAVED in values

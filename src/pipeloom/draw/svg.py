@@ -243,7 +243,7 @@ def _panel(sheet: _TimelineSheet, timeline: Timeline, top: float, tooltips: bool
     typical_width = widths[len(widths) // 10] if widths else 0.0
     size = _number_size(typical_width, timeline.schedule.unit_names[-1])
     edge = min(0.8, 0.12 * typical_width)
-    origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+    origin = timeline.begin
     for rank, row in enumerate(rows):
         sheet.text(left - 10, y + ROW / 2 + 4, f"rank {rank}", "r")
         for gap in timeline.gaps[rank]:

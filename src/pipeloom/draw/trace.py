@@ -41,7 +41,7 @@ def trace(timeline: Timeline, unit_microseconds: float | None = None) -> dict[st
         ]
         events += [_slice(box, threads[box.queue], unit, at) for at, box in enumerate(row)]
         events += [event for box in row for event in _all_to_all(timeline, box, unit)]
-        origin = min((starts[0] for starts in timeline.starts if starts), default=0.0)
+        origin = timeline.begin
         events += [
             {"ph": "C", "name": "memory", "pid": rank, "ts": (time - origin) * unit, "args": {"activations": level}}
             for time, level in timeline.memory_curve[rank]

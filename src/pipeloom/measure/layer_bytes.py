@@ -29,12 +29,12 @@ from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weig
 from pipeloom.ops.layer import KEYWORD, Layer, MicrobatchContext, SlicePlace
 from pipeloom.ops.live_bytes import LiveBytes
 from pipeloom.ops.main_gradient import MainGradients
+from pipeloom.ops.nested import tensors_in
 from pipeloom.ops.parts import observing
 from pipeloom.ops.saved_tensors import SavedTensor, saving
 from pipeloom.ops.segments import carries
 from pipeloom.ops.slices import STATE, SequenceHistory, SliceState
 from pipeloom.runtime.stage_modules import LayerNames
-from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.shapes.layers import layer_sizes
 from pipeloom.shapes.stage_bytes import LayerBytes
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeloom.config import Layout
 from pipeloom.measure.build import PARAMETER_DTYPES, compiled, model_layers, moe_classes, ties, training_loss
+from pipeloom.measure.own_layers import SPLIT_BACKWARD, WHOLE_BACKWARD, one_by_one
 from pipeloom.models import ahead
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.layer import Layer, MicrobatchContext
@@ -22,7 +23,6 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.ops.segments import Compute, carries, is_segmented
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.tied_weights import layer_of
-from pipeloom.schedule import Schedule
 from pipeloom.schedule.actions import Action
 from pipeloom.shapes.layers import layer_sizes
 
@@ -96,7 +96,8 @@ def layer_times(
     kind_of_stage = [kind for kind, numbers in enumerate(in_turn) for _ in numbers]
     layers = compiled([model[number] for numbers in in_turn for number in numbers], layout.config)
     names = {layer.name: layer for layer in layers}
-    schedule = _one_by_one(len(layers), parts)
+    again = [("{0}R{1}:" + part, *WHOLE_BACKWARD) for part in parts]
+    schedule = one_by_one(len(layers), [*_BACKWARDS, *again])
     pipeline = LocalPipeline(
         layers,
         schedule,
@@ -129,20 +130,8 @@ def layer_times(
     )
 
 
-_BACKWARDS = ("{0}I{1}", "{0}W{1}"), ("{0}R{1}", "{0}I{1}", "{0}W{1}"), ("{0}B{1}",), ("({0}R{1};{0}B{1})",)
+_BACKWARDS = SPLIT_BACKWARD, ("{0}R{1}", *SPLIT_BACKWARD), WHOLE_BACKWARD, ("({0}R{1};{0}B{1})",)
 _PLAIN = 0, 2  # micro-batches of which nothing is recomputed
-
-
-def _one_by_one(stages: int, parts: Sequence[str]) -> Schedule:
-    """Return a schedule of one rank: micro-batches with I and W, with R, B, a block, and R of each part."""
-    backwards = [*_BACKWARDS, *(("{0}R{1}:" + part, "{0}B{1}") for part in parts)]
-
-    def cells() -> Iterator[str]:
-        for microbatch, backward in enumerate(backwards):
-            yield from (f"{stage}F{microbatch}" for stage in range(stages))
-            yield from (cell.format(stage, microbatch) for stage in reversed(range(stages)) for cell in backward)
-
-    return Schedule.of([cells()], placement=(0,) * stages, microbatches=len(backwards), name="profile")
 
 
 def _model(layout: Layout, device: torch.device) -> list[Layer]:

@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeloom.measure.layer_times import Sample, now
-from pipeloom.parallel.collectives import (
-    Tag,
-    carrier_of,
-    start_all_gather,
-    start_collective,
-    start_reduce_scatter,
-)
+from pipeloom.parallel.collectives import Tag, carrier_of, start_all_gather, start_collective, start_reduce_scatter
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.parallel.mesh import Axis, Mesh
 

@@ -15,6 +15,9 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.stage_modules import layer_name
 from pipeloom.schedule import Action, Schedule
 
+SPLIT_BACKWARD, WHOLE_BACKWARD = ("{0}I{1}", "{0}W{1}"), ("{0}B{1}",)
+"""Cells of a backward in two parts, and of a whole one, for `one_by_one`."""
+
 _COLUMNS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
 
 
@@ -50,7 +53,7 @@ def profile(
     """
     require_whole("repeats", repeats)
     options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
-    schedule = _in_turn(len(layers))
+    schedule = one_by_one(len(layers), [SPLIT_BACKWARD, WHOLE_BACKWARD])
     pipeline = LocalPipeline(layers, schedule, loss=loss, stages=(1,) * len(layers), options=options)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in range(repeats + 1):
@@ -67,10 +70,12 @@ def profile(
     return Table(rows, (("layer", *(f"{kind} ms" for kind in _COLUMNS)), *cells))
 
 
-def _in_turn(stages: int) -> Schedule:
-    """Return a schedule of one rank: every F, then every I and W; once more, with B."""
+def one_by_one(stages: int, backwards: Sequence[Sequence[str]]) -> Schedule:
+    """Return a schedule of one rank with a micro-batch for each of `backwards`: every F, then for each stage, the last one first,
+    its cells, such as `"{0}I{1}"` and `"{0}W{1}"` of stage and micro-batch.
+    """
     cells: list[str] = []
-    for microbatch, backward in enumerate(("IW", "B")):
+    for microbatch, backward in enumerate(backwards):
         cells += (f"{stage}F{microbatch}" for stage in range(stages))
-        cells += (f"{stage}{kind}{microbatch}" for stage in reversed(range(stages)) for kind in backward)
-    return Schedule.of([cells], placement=(0,) * stages, microbatches=2, name="profile")
+        cells += (cell.format(stage, microbatch) for stage in reversed(range(stages)) for cell in backward)
+    return Schedule.of([cells], placement=(0,) * stages, microbatches=len(backwards), name="profile")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import ConfigError, UsageError, first_line
 from pipeloom.limits import of_annotated_types
 from pipeloom.models.layers import shared_names
 from pipeloom.ops.layer import Layer
@@ -159,10 +159,9 @@ def _traced(model: nn.Module, trunk: Sequence[str], given: int) -> fx.Graph:
     try:
         graph = _Tracer(trunk).trace(model, concrete_args=left_out)
     except Exception as error:  # any error that the forward raises for a placeholder of a tensor
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"{name} cannot be cut: its forward decides by the values of tensors, or does with them what torch.fx cannot follow "
-            f"({type(error).__name__}: {reason[:200]}); move that into a module, or give a list of layers yourself"
+            f"({type(error).__name__}: {first_line(error)[:200]}); move that into a module, or give a list of layers yourself"
         ) from error
     for node in list(graph.nodes):  # fx inserts a check of an omitted argument whose default is None
         if not node.users and getattr(node.target, "__name__", "") == "_assert_is_none":

@@ -245,12 +245,7 @@ def layers(
         first = layer("embedded", partial(OwnTokens, cut))
         head = [layer(HEAD, partial(FinalNorm, shape, cut)), layer(EMBEDDING, partial(share, embeds=True), spread=True)]
         head += [] if shape.tie_word_embeddings else [layer(f"{HEAD}.lm_head", share, spread=True)]
-    return [
-        first,
-        *(layer(block_name(index), block) for index, block in enumerate(blocks)),
-        *predictions,
-        *head,
-    ]
+    return [first, *(layer(block_name(index), block) for index, block in enumerate(blocks)), *predictions, *head]
 
 
 def _built(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.ops.checksum import storage_key, version_of
+from pipeloom.ops.nested import mapped, tensors_in
 from pipeloom.ops.recompute import RecomputedCall
 from pipeloom.ops.saved_tensors import SavedTensor, SavedView, is_plain, saving
 
@@ -112,7 +113,7 @@ class RecomputedParts:
         self._called.add(name)
         if name not in self._calls or self._current is not None:
             return run(*values, **keywords)
-        again = partial(_again, name, run, _mapped((values, keywords), Tensor, _kept))
+        again = partial(_again, name, run, mapped((values, keywords), Tensor, _kept))
         call = _PartCall(RecomputedCall(f"part {name!r:.100}", again, module, self._device, by_action=True), [])
         self._current = call.recomputed
         try:
@@ -120,7 +121,7 @@ class RecomputedParts:
         finally:
             self._current = None
         call.recomputed.ended()
-        for at, tensor in enumerate(_tensors(result)):
+        for at, tensor in enumerate(tensors_in(result)):
             if tensor.layout is torch.strided:
                 storage = weakref.ref(tensor.untyped_storage())
                 self._outputs[storage_key(tensor)] = storage, call, at, version_of(tensor)
@@ -131,7 +132,7 @@ class RecomputedParts:
         """Run the part's calls again, so that the backward has what they save."""
         self._outputs.clear()  # the forward has ended
         for call in self._calls.pop(name):
-            outputs = _tensors(call.recomputed.run_again())
+            outputs = tensors_in(call.recomputed.run_again())
             for at, view in call.views:
                 view.fill(outputs[at].untyped_storage())
 
@@ -159,7 +160,7 @@ class _PartCall(NamedTuple):
 def _again(name: str, run: Callable[..., Any], given: Any) -> Any:
     """Run a part again on its arguments."""
     try:
-        values, keywords = _mapped(given, SavedTensor, SavedTensor.value)
+        values, keywords = mapped(given, SavedTensor, SavedTensor.value)
     except RuntimeError as error:
         error.add_note(
             f"(part {name!r:.100} is recomputed, and its input was changed in place meanwhile: work on a copy there "
@@ -167,25 +168,6 @@ def _again(name: str, run: Callable[..., Any], given: Any) -> Any:
         )
         raise
     return run(*values, **keywords)
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    """Return the tensors in `values`: itself, or inside tuples, lists and dicts."""
-    tensors: list[Tensor] = []
-    _mapped(values, Tensor, tensors.append)
-    return tensors
-
-
-def _mapped(values: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
-    """Return `values` with `change(value)` in place of each value of this kind, itself or inside tuples, lists and dicts."""
-    if isinstance(values, kind):
-        return change(values)
-    if isinstance(values, Mapping):
-        return {key: _mapped(value, kind, change) for key, value in values.items()}
-    if isinstance(values, (tuple, list)):
-        inner = [_mapped(value, kind, change) for value in values]
-        return type(values)(*inner) if hasattr(values, "_fields") else type(values)(inner)
-    return values
 
 
 def _kept(tensor: Tensor) -> SavedTensor:

@@ -70,23 +70,37 @@ def seeded(seed: int) -> Iterator[None]:
     """
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     generators = [torch.default_generator, *devices]
-    states = [generator.get_state() for generator in generators]
-    python = random.getstate()
-    numpy: Any = sys.modules.get("numpy.random")
-    numpy_state = None if numpy is None else numpy.get_state()
+    states, others = [generator.get_state() for generator in generators], random_states()
     try:
         for generator in generators:
             generator.manual_seed(seed)
-        random.seed(seed)
-        if numpy is not None:
-            numpy.seed(seed % 2**32)
+        seed_random(seed)
         yield
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(numpy_state)
+        set_random_states(others)
+
+
+def random_states() -> tuple[Any, Any]:
+    """Return the states of Python's generator and of NumPy's global one (None: NumPy is not imported)."""
+    numpy: Any = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def set_random_states(states: tuple[Any, Any]) -> None:
+    """Set both generators to what `random_states` returned."""
+    python, numpy = states
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy.random"].set_state(numpy)
+
+
+def seed_random(seed: int) -> None:
+    """Seed both generators."""
+    random.seed(seed)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
 
 
 @dataclass(frozen=True)

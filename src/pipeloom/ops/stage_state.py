@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import random
-import sys
 from collections.abc import Iterable, Iterator
 from operator import is_
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # of all batch norms; torch has no public name for it
 
 from pipeloom.ops.checksum import version_of
+from pipeloom.ops.random_state import random_states, set_random_states
 
 # The dict of a module's buffers, in which a forward may replace, add and remove them. torch has no public name for the dict, and
 # its methods leave out buffers that are None.
@@ -33,7 +32,7 @@ class StageState:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._parts = [_PartState(part) for part in dict.fromkeys(p for module in modules for p in module.modules())]
-        self._random = _random_states()
+        self._random = random_states()
         self._outside: list[tuple[list[dict[str, Any]], list[Tensor], tuple[Any, Any]]] = []
 
     def forget_unchanged(self) -> None:
@@ -45,7 +44,7 @@ class StageState:
         buffers: dict[int, Tensor] = {}  # a tensor in two places has one copy
         outside = [dict(part.module.__dict__) for part in self._parts]
         drawn = [generator.get_state() for generator, _ in self._generators()]
-        self._outside.append((outside, drawn, _random_states()))
+        self._outside.append((outside, drawn, random_states()))
         for part in self._parts:
             part.swap_in(buffers)
         self._restart()
@@ -58,7 +57,7 @@ class StageState:
             part.module.__dict__.update(attributes)
         for (generator, _), state in zip(self._generators(), drawn, strict=True):
             generator.set_state(state)
-        _set_random_states(random_states)
+        set_random_states(random_states)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -74,7 +73,7 @@ class StageState:
     def _restart(self) -> None:
         for generator, state in self._generators():
             generator.set_state(state)
-        _set_random_states(self._random)
+        set_random_states(self._random)
 
 
 class _PartState:
@@ -161,18 +160,6 @@ def _may_have_changed(buffer: Tensor | None, version: int) -> bool:
     Vectors are not compared: their copies are small, and on a GPU a comparison would wait for the device.
     """
     return buffer is not None and (version_of(buffer) != version or (buffer.is_floating_point() and buffer.ndim < 2))
-
-
-def _random_states() -> tuple[Any, Any]:
-    numpy: Any = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else numpy.get_state()
-
-
-def _set_random_states(states: tuple[Any, Any]) -> None:
-    python, numpy = states
-    random.setstate(python)
-    if numpy is not None:
-        sys.modules["numpy.random"].set_state(numpy)
 
 
 def batch_statistics(module: nn.Module) -> str | None:

@@ -145,6 +145,7 @@ def run_bytes(
     timed: Sequence[LayerOps],
     again: Sequence[bool],
     runtime: Runtime,
+    parts: bool = True,
 ) -> dict[str, tuple[float, ...]]:
     """Return `Costs.bytes` of the stages of our trainer: of a micro-batch, and what stands for the whole step.
 
@@ -153,12 +154,14 @@ def run_bytes(
         of_stage: as `spans` of `planned_bytes`.
         layers, timed: of a micro-batch, and of a mean slice, none of them recomputed.
         again: layer -> whether blocks recompute it.
+        parts: with the bytes of each part that R may make.
     """
-    slices = layout.slices
-    each = [
-        LayerBytes.of_ops(layer, again=mark, parts=True, slices=slices)
-        for layer, mark in zip(layers, again, strict=False)
-    ]
+    slices, pairs = layout.slices, list(zip(layers, again, strict=False))
+    distinct = {(id(layer), mark): (layer, mark) for layer, mark in pairs}
+    sizes = {
+        key: LayerBytes.of_ops(layer, again=mark, parts=parts, slices=slices) for key, (layer, mark) in distinct.items()
+    }
+    each = [sizes[id(layer), mark] for layer, mark in pairs]
     if slices > 1:  # a weight's gradient is as large beside a slice's tensors
         each = [
             replace(whole, backward=slices * piece.backward_peak, split=slices * piece.input_peak)

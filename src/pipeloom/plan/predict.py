@@ -48,7 +48,7 @@ class LayoutCosts(OfRanks):
         tokens: per second and device.
         ahead: blocks that predict tokens further ahead, before the output layer.
         ep_nodes: nodes that the ranks of an ep group are on.
-        searched: the schedule, where a search found it; None: the family's.
+        searched: the schedule, where a search found it or a job's file has it; None: the family's.
         placed: costs by which the entries of a spread output layer were placed.
     """
 
@@ -75,7 +75,7 @@ class LayoutCosts(OfRanks):
     @property
     def text(self) -> str:
         """The layout in words."""
-        return self.layout.text() + (" (searched)" if self.searched is not None else "")
+        return self.layout.text() + (" (own order)" if self.searched is not None else "")
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Planner:
         again = [at - 1 in numbers for at in range(len(layers))]
         blocks = [stage for stage, span in enumerate(of_stage) if any(again[slice(*span)])]
         run = recompute_stages(transformed(schedule, of_zero(layout.zero, spread=layout.vocabulary == "pp")), blocks)
-        sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime)
+        sizes = run_bytes(run, of_stage, layout, layers, self.timed_layers(bare), again, self.runtime, parts=False)
         # what is recomputed is a part of B's seconds
         run_costs = replace(planned.costs, recompute=0.0, bytes=sizes)
         if schedule is planned.schedule and layout.zero < 2:  # the same actions, under other letters

@@ -47,13 +47,14 @@ OFFERED = {
 }
 _SIZES = ("dp", "tp", "cp", "pp", "ep", "m", "micro_batch", "slices", "vocabulary")
 CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, since they are at most so much too high
-SPREAD_CLOSE = 1.02  # the same with a spread output layer, whose schedules take long to place
+SPREAD_CLOSE = 1.005  # the same with a spread output layer, whose schedules take long to place
 LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
+STEADY_LONG = 1.01  # the same for steps of at least two rounds, without pairs
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
 SMALLER = 0.9  # times the least memory of faster layouts, to be worth a row
-SMALLER_ROWS = 4  # most layouts that are predicted because they need less memory than faster ones
+SMALLER_ROWS = 2  # most layouts that are predicted because they need less memory than faster ones
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
 STEP_TOKENS = 2**22
@@ -372,6 +373,11 @@ def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = No
     return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
+def too_long(layout: PlannedLayout) -> float:
+    """Return by how much the estimated seconds of a layout may be too long."""
+    return LONG if layout.m < 2 * layout.pp or layout.schedule in OVERLAPPED else STEADY_LONG
+
+
 def _fitting(predictions: Iterable[LayoutCosts], request: PlanRequest) -> list[LayoutCosts]:
     return [each for each in predictions if each.peak <= request.memory]
 
@@ -388,7 +394,8 @@ def _until_best(
     Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest with which they may by their
     estimates, and with which they should, and then as many as the bytes of the predictions leave room for.
 
-    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A step
+    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. One
+    with other micro-batches and slices than one that fits is left out if it is estimated to take longer and more bytes. A step
     takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts, such as those
     with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer than `LONG`
     allows: one of these may be missed though it is the fastest.
@@ -409,6 +416,9 @@ def _until_best(
     exact: dict[PlannedLayout, float] = {}
     partial: dict[PlannedLayout, _Partial] = {}
     tried: dict[PlannedLayout, list[Estimate]] = {}
+    fitted: dict[
+        PlannedLayout, float
+    ] = {}  # layout but for its micro-batches and slices -> the least bytes of an estimate
     while queue and queue[0][0] < long * best:
         *_, each = heappop(queue)
         if isinstance(each, PlannedLayout):
@@ -422,8 +432,12 @@ def _until_best(
             continue
         layout, twin = each.layout, replace(each.layout, zero=0)
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
+        cut = replace(layout, m=1, micro_batch=1, slices=1)
         likely, same = (each.seconds * ratio for ratio in (short.get(schedule, 1.0), ALIKE * exact.get(twin, 0.0)))
-        if max(likely / long, same, (each.least + each.seconds) / 2) >= best:
+        error = min(long, too_long(layout))
+        if max(likely / error, same, (each.least + each.seconds) / 2) >= best:
+            continue
+        if fitted.get(cut, math.inf) <= each.memory:
             continue
         fits = False
         near = [each] if space.is_close(each) and space.is_offered(each) and layout not in large else []
@@ -432,7 +446,7 @@ def _until_best(
             exact[twin] = seconds / each.seconds
             short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
             if fits:
-                best = min(best, seconds)
+                best, fitted[cut] = min(best, seconds), min(fitted.get(cut, math.inf), each.memory)
             yield prediction
             if layout.recompute_layers:
                 whole = replace(layout, recompute_layers=0)
@@ -757,6 +771,8 @@ class _Sums:
             end = start + size
             middle = min(end, max(start, 1) + layout.recompute_layers) if layout.recompute_layers else end
             for totals, first, last in ((self.totals, start, middle), (bare.totals, middle, end)):
+                if first == last:
+                    continue
                 sums[rank] = list(map(sub, map(add, sums[rank], totals[last]), totals[first]))
             extra[rank] = max(extra[rank], *peaks[start:middle], *bare_peaks[middle:end])
             start = end

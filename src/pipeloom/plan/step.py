@@ -36,7 +36,7 @@ _SHARES = (
 _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
 _ROUNDS = (20, 300_000), (6, 1_200_000), (3, 4_000_000)  # plans that are improved, and the work on each
-_WARM_ROUNDS = ((1, 150_000),)
+_WARM_ROUNDS = ((1, 60_000),)
 _MANY = 96  # sequences; with fewer there is less to do
 _CHANGE = 100  # entries of schedules take as long as making a change,
 _MAKING = 30  # and so many as making one of a schedule
@@ -354,7 +354,7 @@ class _StepQuestion:
 
     def drafted(self, family: tuple[str, int], choices: Sequence[Sequence[_Packed]]) -> _Draft | None:
         """The plan with this family and the best choice of each replica; None where one has none within the memory."""
-        chosen: list[_Packed] = []
+        choice: list[_Packed] = []
         longest = 0.0
         for packs in choices:
             least = math.inf
@@ -364,9 +364,9 @@ class _StepQuestion:
                     least, best = span, pack
             if least == math.inf:
                 return None
-            chosen.append(best)
+            choice.append(best)
             longest = max(longest, least)
-        return _Draft(longest, family, tuple(each.batches for each in chosen), tuple(each.way for each in chosen))
+        return _Draft(longest, family, tuple(each.batches for each in choice), tuple(each.way for each in choice))
 
     def seconds(self, batch: Sequence[int]) -> float:
         """The time of a micro-batch."""
@@ -385,19 +385,19 @@ class _StepQuestion:
         """The time of a replica's step; infinite above the limit, where the family has no such size, and where memory lacks."""
         key = family, len(batches)
         if key not in self.makespans:
-            self.makespans[key] = made = _makespans(*family, self.ranks, len(batches), self.costs)
-            self.work += _MAKING * made.work if made is not None else 0
+            self.makespans[key] = makespans = _makespans(*family, self.ranks, len(batches), self.costs)
+            self.work += _MAKING * makespans.work if makespans is not None else 0
         makespans = self.makespans[key]
         if makespans is None:
             return math.inf
-        found = makespans.of([self.seconds(batch) for batch in batches], limit)
+        makespan = makespans.of([self.seconds(batch) for batch in batches], limit)
         self.work += makespans.work
-        if found < math.inf and self.memory < math.inf:
+        if makespan < math.inf and self.memory < math.inf:
             self.work += 12 * makespans.work
             held = replace(Costs(activation=1 / family[1]), microbatch=tuple(map(float, self.sizes(batches))))
             if max(simulate(makespans.schedule, held).peak_memory) > self.memory:
                 return math.inf
-        return found
+        return makespan
 
     def timeline(self, family: tuple[str, int], batches: _Batches) -> Timeline:
         """A replica's step in full."""
@@ -434,15 +434,15 @@ class _StepQuestion:
             longest = max(spans)
             slowest = spans.index(longest)
             limit = longest * (1 - _HEAT * (1 - done) * math.log(1 - draw()))
-            changes, found = self.changed(draw, replicas, slowest), {}
+            changes, after = self.changed(draw, replicas, slowest), {}
             self.work += _CHANGE
             for at, batches in changes.items():
-                found[at] = self.span(draft.family, batches, limit)
-                if found[at] == math.inf:
+                after[at] = self.span(draft.family, batches, limit)
+                if after[at] == math.inf:
                     break
             else:
                 for at, batches in changes.items():
-                    replicas[at], spans[at] = batches, found[at]
+                    replicas[at], spans[at] = batches, after[at]
                 if max(spans) < best.makespan:
                     best = replace(draft, replicas=tuple(replicas), makespan=max(spans))
         return best

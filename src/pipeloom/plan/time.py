@@ -13,8 +13,7 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.plan.layout import GRAD_BYTES, PlannedLayout
 from pipeloom.schedule import Costs, Timeline
-from pipeloom.schedule.actions import TIMES, WEIGHT_GRADIENT, kind_of
-from pipeloom.schedule.model import parts as parts_of
+from pipeloom.schedule.actions import TIMES, WEIGHT_GRADIENT
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, length, run_block
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.ops import LayerOps, Op, Runtime
@@ -448,16 +447,20 @@ def exposed(timeline: Timeline, of_stage: Sequence[tuple[float, float, int]]) ->
         of_stage: seconds of the sums and of the gathers, and the number of layers.
     """
     late = early = 0.0
-    for program, starts, ends in zip(timeline.schedule.programs, timeline.starts, timeline.ends, strict=True):
+    schedule = timeline.schedule
+    stride, none = schedule._kind_stride, schedule._no_action
+    forwards = [kind.is_forward and not kind.vocabulary for kind in schedule.kinds]
+    weights = [WEIGHT_GRADIENT in kind.produces for kind in schedule.kinds]
+    for rank, times in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         first: dict[int, tuple[float, float]] = {}
         last: dict[int, tuple[float, float]] = {}
-        for cell, start, end in zip(program, starts, ends, strict=True):
-            for action in parts_of(cell):
-                kind = kind_of(action.kind)
-                if kind.is_forward and not kind.vocabulary:
-                    first.setdefault(action.stage, (start, end))
-                if WEIGHT_GRADIENT in kind.produces:
-                    last[action.stage] = start, end
+        for codes, start, end in zip(zip(*schedule._split_entries(rank), strict=True), *times, strict=True):
+            for code in codes if codes[1] != none else codes[:1]:
+                number, place = divmod(code, stride)
+                if forwards[number]:
+                    first.setdefault(place // schedule.units, (start, end))
+                if weights[number]:
+                    last[place // schedule.units] = start, end
         summed = gathered = 0.0
         for stage, (start, end) in sorted(last.items(), key=lambda each: each[1]):
             sums, _, layers = of_stage[stage]

@@ -50,6 +50,7 @@ from pipeloom.runtime.tied_weights import (
     shared_groups,
     unknown_names,
 )
+from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import recompute_stages
 
@@ -156,7 +157,7 @@ class PipelineSpec:
         self.tied = separate
         self.schedule = self.recomputing(carrying(self.schedule, declared.tensors))
         if check_first:
-            self.options.require_runnable(self.schedule)
+            check(self.schedule)
 
     def recomputing(self, schedule: Schedule) -> Schedule:
         """Return `schedule` with blocks for the stages that have layers to recompute."""

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from pipeloom.errors import UsageError, echo
 from pipeloom.ops.layer import KEYWORD, MicrobatchContext, SlicePlace
+from pipeloom.ops.nested import like, mapped, tensors_in
 from pipeloom.ops.slices import STATE
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
-from pipeloom.runtime.tensor_spec import is_strided, layout_name, signature, tensors_in
+from pipeloom.runtime.tensor_spec import is_strided, layout_name, signature
+from pipeloom.shapes.cut import even_sizes
 
 
 @dataclass(frozen=True)
@@ -200,12 +202,6 @@ def _first_tensor(targets: Any) -> Tensor:
     )
 
 
-def split_sizes(rows: int, count: int) -> list[int]:
-    """Return the sizes of `count` parts of `rows`, as even as possible, larger ones first."""
-    base, larger = divmod(rows, count)
-    return [base + (at < larger) for at in range(count)]
-
-
 def split_batch(
     inputs: Any, targets: Any, keywords: Mapping[str, Any], sizes: Sequence[int], weighing: Weighing
 ) -> Microbatches:
@@ -358,7 +354,7 @@ class SequenceSlices:
             raise UsageError(f"sequences of {length} tokens cannot be cut into {count} slices; nearest: {near}")
         tokens = _fitting("slice_tokens", tokens, count, length, "tokens of a sequence", must_fit)
         if tokens is None:
-            tokens = [size * multiple for size in split_sizes(length // multiple, count)]
+            tokens = [size * multiple for size in even_sizes(length // multiple, count)]
         ends = list(accumulate(tokens))
         places = [SlicePlace(at, count, end - tokens[at], end, length) for at, end in enumerate(ends)]
         return cls(tuple(places))
@@ -379,9 +375,7 @@ def _is_of(value: Any, shape: tuple[int, int]) -> bool:
 
 def _own_tokens(value: Any, shape: tuple[int, int], context: ContextParallel) -> Any:
     """Return a value with this rank's tokens of each tensor of this shape [rows, tokens]; of tuples, lists, dicts by element."""
-    if _is_of(value, shape):
-        return context.own_tokens(value)
-    return _by_element(value, 1, lambda item: [_own_tokens(item, shape, context)])[0]
+    return mapped(value, Tensor, lambda each: context.own_tokens(each) if _is_of(each, shape) else each)
 
 
 def _require_tokens(targets: Any, shape: tuple[int, int], where: str, length: int) -> None:
@@ -494,7 +488,7 @@ def chosen_sizes(inputs: Any, count: int, configured: Sequence[int] | None, must
     """
     rows = batch_rows(as_inputs(inputs))
     fitting = _fitting("microbatch_sizes", configured, count, rows, "rows", must_fit)
-    return tuple(split_sizes(rows, count) if fitting is None else fitting)
+    return even_sizes(rows, count) if fitting is None else tuple(fitting)
 
 
 def _fitting(
@@ -550,13 +544,6 @@ def _by_element(value: Any, count: int, cut: Callable[[Any], list[Any]]) -> list
     if isinstance(value, (tuple, list)) and value:
         return [like(value, part) for part in zip(*map(cut, value), strict=True)]
     return [value] * count
-
-
-def like(value: tuple[Any, ...] | list[Any], items: tuple[Any, ...]) -> Any:
-    """Return `items` as a list, a tuple or a named tuple, like `value`."""
-    if isinstance(value, list):
-        return list(items)
-    return type(value)(*items) if hasattr(value, "_fields") else items
 
 
 def join(outputs: Sequence[Any]) -> Any:

@@ -22,7 +22,7 @@ from pipeloom.ops.slices import PieceRoot, SequenceHistory, SliceState
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.loss import LossSum, MicrobatchLoss
 from pipeloom.runtime.offload import SavedTensors
-from pipeloom.runtime.p2p.base import Delivery
+from pipeloom.runtime.p2p.base import Delivery, handed_over
 from pipeloom.runtime.program import Saving, StageProgram
 from pipeloom.runtime.tensor_spec import BoundaryValues, ShapeCache, TensorSpecs, boundary_of
 from pipeloom.schedule.actions import OUTPUT
@@ -204,7 +204,7 @@ class Flight:
         specs = boundary_of(values)
         self.step.specs.remember(edge, self.unit, specs)
         if edge.consumer in self.step.stages:
-            values = _handed_over(edge, values)
+            values = handed_over(values, edge.name != OUTPUT)
         self.step.activations[edge, self.unit] = Delivery(values, specs)
 
     def end_graph(self) -> None:
@@ -216,14 +216,3 @@ class Flight:
         """Let the transport use the buffers of its messages again."""
         self.step.unused += self.received
         self.received = ()
-
-
-def _handed_over(edge: Edge, values: BoundaryValues) -> BoundaryValues:
-    """Return `values` for a stage of the same rank.
-
-    The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
-    """
-    if edge.name == OUTPUT:
-        # A tensor that requires a gradient becomes a leaf of the next stage's own graph.
-        return tuple([value if value is None or value.requires_grad else value.detach() for value in values])
-    return tuple([None if value is None else value.detach().clone() for value in values])

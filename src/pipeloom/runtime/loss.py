@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import LossTerm
+from pipeloom.ops.nested import tensors_in
 from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
-from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.schedule.model import Schedule
 
 Loss = Callable[[Any, Any], Tensor]

@@ -13,8 +13,7 @@ from pipeloom.errors import ConfigError
 from pipeloom.limits import LEAST_TIMEOUT, MOST_SECONDS, require_types, require_whole, whole_numbers
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime.health.watchdog import Watchdog
-from pipeloom.schedule.check import TransportName, check
-from pipeloom.schedule.model import Schedule
+from pipeloom.schedule.check import TransportName
 
 START_SECONDS = 60.0  # for all ranks to build their stages, of which one may be many times larger than the others
 
@@ -108,10 +107,6 @@ class RuntimeOptions:
     def sum_seconds(self) -> float:
         """Return how long a rank waits in a sum: the watchdog is earlier, and knows better which rank is late and why."""
         return (300.0 if self.timeout is None else self.timeout) + 60.0
-
-    def require_runnable(self, schedule: Schedule) -> None:
-        """Raise ScheduleError if `schedule` cannot run with this transport."""
-        check(schedule, transport="batched" if self.transport == "batched" else "individual")
 
     def without_fault(self) -> RuntimeOptions:
         """The same with no fault that one rank makes: one that exchanges inputs stays."""

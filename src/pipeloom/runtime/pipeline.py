@@ -67,6 +67,7 @@ from pipeloom.runtime.tensor_spec import ShapeCache, is_strided
 from pipeloom.runtime.tied_weights import layer_of
 from pipeloom.schedule.actions import SAVED, Action, fraction_of
 from pipeloom.schedule.channels import Message
+from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule, require_is_schedule
 from pipeloom.schedule.timeline import Timeline
 
@@ -648,7 +649,7 @@ class Pipeline:
             runs = schedule
             if schedule.positions == self.schedule.positions:  # else it is refused below
                 runs = self._spec.recomputing(carrying(schedule, self.schedule.tensors))
-            self.options.require_runnable(runs)
+            check(runs)
             require_same_stages(runs, self.schedule, self._spec.schedule.splits_backward)
             programs = self._programs(runs)
         self._follow(programs)

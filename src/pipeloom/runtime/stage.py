@@ -20,6 +20,7 @@ from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.checksum import version_of
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients, run_backward
 from pipeloom.ops.host_memory import HostBuffers
+from pipeloom.ops.nested import tensors_in
 from pipeloom.ops.parts import RecomputedParts
 from pipeloom.ops.recompute import StartState
 from pipeloom.ops.saved_tensors import SavedTensor, require_version
@@ -32,7 +33,7 @@ from pipeloom.runtime.offload import Parts, SavedTensors
 from pipeloom.runtime.overlap import CommStream, ComputeGroup, Coroutine, run_to_end, split_at_communications
 from pipeloom.runtime.program import StageProgram
 from pipeloom.runtime.stage_modules import StageModules
-from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain, tensors_in
+from pipeloom.runtime.tensor_spec import BoundaryValues, TensorSpecs, as_values, require_plain
 
 _FIRST = 64  # forwards per stage; a layer that changes its input in place does so in one of them, and a look costs time
 

@@ -24,9 +24,8 @@ from pipeloom.ops.parts import in_part as in_part
 from pipeloom.ops.random_state import OfMicrobatch, seeded, set_sources, stable_seed
 from pipeloom.ops.segments import is_segmented
 from pipeloom.ops.slices import STATE
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.model import NamedTensor, Schedule, require_is_schedule
-from pipeloom.shapes.cut import balance
+from pipeloom.shapes.cut import balance, even_sizes
 
 LayerSource = Callable[[], nn.Module] | nn.Module
 
@@ -305,7 +304,7 @@ def split_layers(count: int, positions: int, stages: Sequence[int] | None, costs
     if stages is None:
         if count < positions:
             raise ConfigError(f"{count} layers cannot fill {positions} stages; use at most {count} stages")
-        sizes = split_sizes(count, positions)
+        sizes = list(even_sizes(count, positions))
         if costs and min(costs) > 0:
             sizes = balance([max(1, round(cost * _COST_UNITS / sum(costs))) for cost in costs], positions)
     else:

@@ -5,7 +5,7 @@ Only strided tensors are sent: not sparse and nested ones, nor subclasses that w
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor  # public by its name only
 
 from pipeloom.errors import UsageError
+from pipeloom.ops.nested import tensors_in
 from pipeloom.parallel.exchange import SENT_DTYPES
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Edge, Message
@@ -147,17 +148,6 @@ def describe(boundary: TensorSpecs) -> str:
         for s in boundary
     ]
     return f"({', '.join(specs)})"
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors of a value, inside tuples, lists and dicts too, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, (tuple, list)):
-        return []
-    return [tensor for each in value for tensor in tensors_in(each)]
 
 
 def signature(values: Sequence[Any]) -> tuple[Any, ...]:

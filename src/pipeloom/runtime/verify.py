@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +19,8 @@ from torch import Tensor, nn
 from pipeloom.errors import UsageError, VerifyError
 from pipeloom.limits import require_positive, require_types, require_whole
 from pipeloom.ops.layer import Layer
-from pipeloom.ops.random_state import seeded, stable_seed
+from pipeloom.ops.nested import mapped, tensors_in
+from pipeloom.ops.random_state import seed_random, seeded, stable_seed
 from pipeloom.runtime.batch import (
     IGNORE_INDEX,
     Microbatches,
@@ -32,17 +31,15 @@ from pipeloom.runtime.batch import (
     batch_rows,
     chosen_sizes,
     join,
-    like,
     split_batch,
 )
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
-from pipeloom.runtime.tensor_spec import tensors_in
 from pipeloom.runtime.tied_weights import Tie, layer_of, share
 from pipeloom.schedule.actions import Action, kind_of, unit_words
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, actions_of
 
 _RATE = (
     0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
@@ -141,8 +138,8 @@ def verify(
     require_whole("steps", steps)
     if tolerance:  # 0: bit for bit
         require_positive("tolerance", tolerance)
-    actions = (action for program in schedule.programs for cell in program for action in parts(cell))
-    report = Verified(unseen=tuple(sorted({action.kind for action in actions if kind_of(action.kind).of_stage})))
+    kinds = {action.kind for action in actions_of(schedule)}
+    report = Verified(unseen=tuple(sorted(kind for kind in kinds if kind_of(kind).of_stage)))
     with seeded(0):
         for recompute in ("none", "full"):
             sides = _Sides(
@@ -227,9 +224,7 @@ class _Outputs:
             torch.manual_seed(seed)
         else:  # `torch.manual_seed` would keep a stack trace per call for a CUDA device that is never used
             torch.default_generator.manual_seed(seed)
-        random.seed(seed)
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed(seed % 2**32)
+        seed_random(seed)
 
     def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._call is None or self._call.layer != name or self._call in self.sums:
@@ -519,13 +514,7 @@ def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
 
 def _rolled(value: Any, rows: int, by: int) -> Any:
     """Return a batch, or a part of it, with the rows of its tensors moved."""
-    if isinstance(value, Tensor):
-        return torch.roll(value, by, 0) if value.ndim and value.shape[0] == rows else value
-    if isinstance(value, Mapping):
-        return {key: _rolled(item, rows, by) for key, item in value.items()}
-    if isinstance(value, (tuple, list)) and value:
-        return like(value, tuple(_rolled(item, rows, by) for item in value))
-    return value
+    return mapped(value, Tensor, lambda each: torch.roll(each, by, 0) if each.ndim and len(each) == rows else each)
 
 
 def _strided(value: Any) -> Iterator[Tensor]:

@@ -79,10 +79,7 @@ def from_csv(text: str, name: str = "csv", source: str | None = None) -> Schedul
             raise ScheduleError(
                 f"{where}:{place.line}:{place.column}: {action} names a slice, which the CSV form cannot say; write it as JSON"
             )
-        for what, value, count in (
-            ("stage", action.stage, stages),
-            ("micro-batch", action.microbatch, microbatches),
-        ):
+        for what, value, count in (("stage", action.stage, stages), ("micro-batch", action.microbatch, microbatches)):
             if value >= count:
                 raise ScheduleError(
                     f"{where}:{place.line}:{place.column}: {action} names {what} {value} of {count} (0..{count - 1}); "

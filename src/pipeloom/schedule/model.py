@@ -12,13 +12,12 @@ u = m * slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-from pipeloom.deprecation import made_internal
 from pipeloom.errors import ScheduleError, UsageError, echo
 from pipeloom.limits import of_annotated_types, require_schedule
 from pipeloom.schedule.actions import (
@@ -73,15 +72,6 @@ class ActionValues(NamedTuple):
     frees: tuple[str, ...]
 
 
-_MADE_INTERNAL = frozenset(
-    (
-        *("action_codes", "has_split", "kind_stride", "largest_code", "no_action", "pair_stride", "parted"),
-        *("recomputed_parts", "remade", "remade_parts", "split_entries", "spreads_embedding", "values_of"),
-    )
-)
-"""Names of `Schedule` that were public before 0.2; until 0.3 they warn."""
-
-
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """A pipeline schedule as data. Create one with a family, with `Schedule.of`, or from CSV or JSON.
@@ -114,9 +104,6 @@ class Schedule:
     tensors: tuple[NamedTensor, ...] = ()
     slots: tuple[tuple[str, float], ...] = ()
     slices: int = 1
-
-    if not TYPE_CHECKING:
-        __getattr__ = made_internal("Schedule", _MADE_INTERNAL, "0.3; Schedule.programs has the actions")
 
     def __post_init__(self) -> None:
         if not self.name.isprintable():
@@ -387,7 +374,7 @@ class Schedule:
         return self._largest_code >= self._pair_stride
 
     def _split_entries(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
-        """The first code of every entry of a rank, and the second: a pair's backward, or `no_action`."""
+        """The first code of every entry of a rank, and the second: a pair's backward, or `_no_action`."""
         program, limit, none = self.codes[rank], self._pair_stride, self._no_action
         if not self.has_pairs:
             return program, [none] * len(program)
@@ -526,6 +513,20 @@ def of_schedule(function: PublicFunction) -> PublicFunction:
         return of_types(schedule, *arguments, **keywords)
 
     return cast(PublicFunction, checked)
+
+
+def actions_of(schedule: Schedule) -> Iterator[Action]:
+    """Yield the actions of all ranks, those of pairs one by one."""
+    return (action for program in schedule.programs for cell in program for action in parts(cell))
+
+
+def places_of(schedule: Schedule, letter: str) -> dict[int, tuple[int, ...]]:
+    """Return stage -> its micro-batches with an action of this kind, of a part of it, or fused of it and others."""
+    places: dict[int, set[int]] = {}
+    for action in actions_of(schedule):
+        if letter in (action.kind.partition(":")[0], *(kind_of(action.kind).fuses or ())):
+            places.setdefault(action.stage, set()).add(action.microbatch)
+    return {stage: tuple(sorted(places[stage])) for stage in sorted(places)}
 
 
 def unit_action(schedule: Schedule, letter: str, stage: int, unit: int) -> Action:

@@ -9,7 +9,7 @@ from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import KEPT, SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
-from pipeloom.schedule.model import Schedule, of_schedule, parts
+from pipeloom.schedule.model import Schedule, actions_of, of_schedule, parts
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
 
@@ -65,8 +65,7 @@ def offload_kept(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Raises UsageError for a schedule in which nothing is recomputed in an action of its own.
     """
-    cells = [action for program in schedule.programs for cell in program for action in parts(cell)]
-    if not any(action.kind == "R" for action in cells):
+    if not any(action.kind == "R" for action in actions_of(schedule)):
         raise UsageError(
             "offload=kept copies what recomputation needs, and nothing is recomputed in an action of its own; put the transform "
             "recompute=whole before it"

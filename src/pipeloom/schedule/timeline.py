@@ -198,9 +198,12 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """Start of the first action to end of the last."""
-        if not any(self.starts):
-            return 0.0
-        return max(map(max, filter(None, self.ends))) - min(s[0] for s in self.starts if s)
+        return max(map(max, filter(None, self.ends)), default=0.0) - self.begin
+
+    @cached_property
+    def begin(self) -> float:
+        """Start of the first action; 0 where nothing runs."""
+        return min((starts[0] for starts in self.starts if starts), default=0.0)
 
     @cached_property
     def _computations(self) -> tuple[Sequence[int], ...]:
@@ -256,7 +259,7 @@ class Timeline:
         entries = self._computations[rank]
         starts, ends = ([row[rank][at] for at in entries] for row in (self.starts, self.ends))
         program = [self.schedule.programs[rank][at] for at in entries]
-        origin = min(s[0] for s in self.starts if s)
+        origin = self.begin
         backward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_backward for a in parts(cell))]
         forward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_forward for a in parts(cell))]
         first = starts[backward[0]] if backward else origin + self.makespan
@@ -501,7 +504,7 @@ class Timeline:
 
     def _curve(self, rank: int, moments: Iterable[_Moment], level: float = 0.0) -> tuple[tuple[float, float], ...]:
         starts, ends = self.starts[rank], self.ends[rank]
-        points = [(min(starts[0] for starts in self.starts if starts), level)] if level else []
+        points = [(self.begin, level)] if level else []
         for at, begins, step, _ in moments:
             level += step
             time = max(ends, default=0.0) if at == len(ends) else (starts if begins else ends)[at]
@@ -638,7 +641,7 @@ class Timeline:
         firsts, seconds = schedule._split_entries(rank)
         forwards = [OUTPUT in kind.produces for kind in schedule.kinds]
         none, stride = schedule._no_action, schedule._kind_stride
-        clock = min(starts[0] for starts in self.starts if starts)
+        clock = self.begin
         finish = max(map(max, filter(None, self.ends)))
         dust = 1e-9 * (finish - clock)
         peak, level = self.peak_memory[rank], 0.0

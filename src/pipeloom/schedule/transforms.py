@@ -17,7 +17,7 @@ from typing import Any
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import EMBEDDED, HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
-from pipeloom.schedule.model import Program, Schedule, of_schedule, parts
+from pipeloom.schedule.model import Program, Schedule, actions_of, of_schedule, parts
 from pipeloom.schedule.offload import offload_share
 from pipeloom.schedule.sharding import reduce_gradients, shard, shard_as_torch
 from pipeloom.schedule.simulate import simulate
@@ -323,7 +323,7 @@ def recompute_stages(schedule: Schedule, stages: Collection[int], part: str = ""
     if part:
         again = {place for place, values in schedule._remade.items() if values & {SAVED, f"{SAVED}:{part}"}}
         return recompute(schedule, actions=wanted - again, part=part)
-    for action in (part for program in schedule.programs for cell in program for part in parts(cell)) if wanted else ():
+    for action in actions_of(schedule) if wanted else ():
         kind = kind_of(action.kind)
         saved = any(whole_of(value) == SAVED for value in (*kind.makes, *kind.frees))
         if saved and not (kind.is_forward or kind.is_backward):

@@ -22,6 +22,13 @@ _MARKS = 1_000  # most repetitions in a text, so that nested ones are soon expan
 _MOST_LETTERS = 2 * MOST_LAYERS  # letters of the text written out: layers, and as many ends of stages
 
 
+def even_sizes(total: int, parts: int) -> tuple[int, ...]:
+    """`total` in `parts` as even as possible, larger ones first: micro-batch i gets total // parts, and one more if
+    i < total % parts."""
+    base, larger = divmod(total, parts)
+    return (base + 1,) * larger + (base,) * (parts - larger)
+
+
 def spans(schedule: Schedule, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
     """Return stage -> (index of its first layer, index after its last layer).
 

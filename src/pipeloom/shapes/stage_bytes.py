@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, combinations
 
 from pipeloom.schedule.actions import HIDDEN, KEPT, PENDING, SAVED, SCORES, equal_part
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, actions_of
 from pipeloom.shapes.ops import LOGITS, LayerOps
 
 # Part of our blocks and output layer -> the tensors that its R makes.
@@ -78,12 +78,7 @@ class LayerBytes:
         """Return the bytes of a layer that is known by its operations, on one rank, with those of its parts if `parts`."""
         tensors = layer.tensors
         if layer.kind == "S":
-            return cls(
-                0.0,
-                backward=layer.backward_peak,
-                hidden=tensors[HIDDEN],
-                scores=tensors[SCORES],
-            )
+            return cls(0.0, backward=layer.backward_peak, hidden=tensors[HIDDEN], scores=tensors[SCORES])
         left = tensors.keys() - layer.dropped
         saves_input = "input" in left or left <= {LOGITS}
         return cls(
@@ -126,7 +121,7 @@ def stage_bytes(
         spans: stage -> its layers, in order.
         widening: bytes of an element of summed gradients over those of an element of a layer's tensors.
     """
-    actions = [action for program in schedule.programs for cell in program for action in parts(cell)]
+    actions = list(actions_of(schedule))
     blocks = {action.stage for action in actions if action.kind in ("RB", "RI")}
     plain = {action.stage for action in actions if action.kind in ("B", "I")} | ({*range(schedule.stages)} - blocks)
     first = {route[0] for route in schedule.routes}  # their inputs are views of the batch

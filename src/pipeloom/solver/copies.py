@@ -9,7 +9,6 @@ order is constructed again for less.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Schedule, check, simulate
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
+from pipeloom.schedule.families.construct.list_scheduling import Turns
 from pipeloom.schedule.offload import copies_beside
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
@@ -183,24 +183,19 @@ class _Construction:
         self.copies: list[deque[tuple[float, float]]] = [deque() for _ in range(ranks)]  # (end, amount) of copies out
         self.sequences: Sequences = [[] for _ in range(ranks)]
         self.start, self.end = [math.inf] * table.none, [*([math.inf] * table.none), 0.0]
-        self.free, self.wake = [0.0] * ranks, [0.0] * ranks
-        self.heap = [(0.0, rank) for rank in range(ranks)]
+        self.free, self.turns = [0.0] * ranks, Turns(ranks)
 
     def run(self) -> Timeline | None:
         left = self.instance.nodes
-        while left:
-            if not self.heap:
-                return None
-            now, rank = heapq.heappop(self.heap)
-            if now != self.wake[rank]:
-                continue
-            self.wake[rank] = math.inf
+        for now, rank in self.turns:
             while self.copies[rank] and self.copies[rank][0][0] <= now + TIME_TOLERANCE:
                 self.level[rank] -= self.copies[rank].popleft()[1]
             node = self._choose(rank, now)
             if node is not None:
                 self._run(rank, now, node)
                 left -= 1
+        if left:
+            return None
         starts, ends = (
             tuple(tuple(map(times.__getitem__, sequence)) for sequence in self.sequences)
             for times in (self.start, self.end)
@@ -222,7 +217,7 @@ class _Construction:
         weights = self.weights[rank]
         if weights and (full or following - now >= self.table.time[weights[0]] - TIME_TOLERANCE):
             return weights.popleft()
-        self._call(rank, following)
+        self.turns.call(rank, following)
         return None
 
     def _has_room(self, rank: int, node: int) -> bool:
@@ -249,15 +244,9 @@ class _Construction:
             self.begun[rank] = True
             self.level[rank] += self.amount[node - table.stride]  # that has been copied back
             self.weights[rank].append(node + table.stride)
-        self.free[rank], self.wake[rank] = end, math.inf
-        self._call(rank, end)
+        self.free[rank] = end
+        self.turns.call(rank, end)
         successor = table.successor[node]
         if successor != table.none:
             home = table.rank[successor]
-            self._call(home, max(end + table.hop[successor], self.free[home]))
-
-    def _call(self, rank: int, when: float) -> None:
-        """Let `rank` choose at `when`, unless it will choose earlier."""
-        if when < self.wake[rank]:
-            self.wake[rank] = when
-            heapq.heappush(self.heap, (when, rank))
+            self.turns.call(home, max(end + table.hop[successor], self.free[home]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from random import Random
 
 from pipeloom.errors import ArgumentError, CapacityError
@@ -19,10 +18,9 @@ from pipeloom.limits import (
     require_whole,
 )
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
-from pipeloom.schedule.actions import kind_of
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families.construct.layout import require_sizes
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import places_of
 from pipeloom.schedule.placement import NAMED, named, require_placement
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
@@ -77,12 +75,12 @@ class SearchResult:
     @property
     def recomputed(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the micro-batches that are recomputed, whole, in blocks or by part."""
-        return _places(self.schedule, "R")
+        return places_of(self.schedule, "R")
 
     @property
     def offloaded(self) -> dict[int, tuple[int, ...]]:
         """Stage -> the micro-batches of which at least a part is copied to host memory."""
-        return _places(self.schedule, "O")
+        return places_of(self.schedule, "O")
 
     def _repr_svg_(self) -> str | None:
         """Return the drawing of its timeline, for notebooks."""
@@ -99,20 +97,6 @@ class SearchResult:
 
     def __repr__(self) -> str:
         return f"SearchResult({self.objective} {self.value:g}, bound {self.lower_bound:g}, {self.schedule!r})"
-
-
-def _places(schedule: Schedule, letter: str) -> dict[int, tuple[int, ...]]:
-    """Stage -> its micro-batches with an action of this kind, of a part of it, or fused of it and others."""
-    places = sorted(
-        {
-            (action.stage, action.microbatch)
-            for program in schedule.programs
-            for cell in program
-            for action in parts(cell)
-            if letter in (action.kind.partition(":")[0], *(kind_of(action.kind).fuses or ()))
-        }
-    )
-    return {stage: tuple(mb for _, mb in group) for stage, group in groupby(places, key=lambda place: place[0])}
 
 
 @of_annotated_types

@@ -361,7 +361,7 @@ The causes are the `CAUSES` of `schedule/timeline.py`, with p2p for its "message
 
 def step_time(timeline: Timeline) -> float:
     """The time from the first action of any rank until every rank's gradients are complete."""
-    return max([timeline.makespan, *(each.end - _origin(timeline) for each in timeline.exposed)])
+    return max([timeline.makespan, *(each.end - timeline.begin for each in timeline.exposed)])
 
 
 def time_spent(timelines: Sequence[Timeline]) -> tuple[dict[str, float], ...]:
@@ -372,13 +372,9 @@ def time_spent(timelines: Sequence[Timeline]) -> tuple[dict[str, float], ...]:
     return tuple({name: fmean(row[name] for row in rows) for name in SPENT} for rows in zip(*tables, strict=True))
 
 
-def _origin(timeline: Timeline) -> float:
-    return min((starts[0] for starts in timeline.starts if starts), default=0.0)
-
-
 def _spent(timeline: Timeline) -> list[dict[str, float]]:
     """rank -> the time of one step by use."""
-    origin, whole = _origin(timeline), step_time(timeline)
+    origin, whole = timeline.begin, step_time(timeline)
     exposed = timeline.exposed or (Exposed(),) * timeline.schedule.ranks
     rows = []
     for rank, rank_exposed in enumerate(exposed):

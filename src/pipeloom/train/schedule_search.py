@@ -30,7 +30,7 @@ from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE, TIME_TOLERANCE
 from pipeloom.schedule.json_form import from_json, to_dict
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import places_of
 from pipeloom.schedule.transforms import half_split
 from pipeloom.traces.measured import costs_of
 from pipeloom.train.report.metrics import shared_cores
@@ -233,17 +233,11 @@ def _bytes_words(request: SearchRequest, outcome: SearchOutcome) -> str:
     """Return the bytes of the fullest rank under both schedules, and how much is recomputed and copied, in words."""
     schedule = outcome.schedule
     peak, of_family = (max(simulate(each, outcome.costs).peak_bytes[DEVICE]) for each in (schedule, request.family))
-    units = {
-        (action.stage, action.microbatch)
-        for program in schedule.programs
-        for cell in program
-        for action in parts(cell)
-        if action.kind.partition(":")[0] == "O"
-    }
+    copied = sum(map(len, places_of(schedule, "O").values()))
     return (
         f"at most {size_words(peak)} of {size_words(request.memory)} per device ({request.family.name}: "
         f"{size_words(of_family)}); of {schedule.stages * schedule.microbatches} stage-micro-batches {len(schedule._remade)} "
-        f"are recomputed, {len(units)} copied to host memory"
+        f"are recomputed, {copied} copied to host memory"
     )
 
 

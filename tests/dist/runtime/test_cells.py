@@ -23,9 +23,9 @@ from models import batch, blocks, mse, serial
 from pipeloom.errors import UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.transforms import recompute
+from pipeloom.shapes.cut import even_sizes
 from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
@@ -192,7 +192,7 @@ def run_cell(cell: Cell) -> dict[str, Any]:
     loss = named_models.CASES[cell.model].loss if cell.model in named_models.CASES else mse
     tied = TIED if cell.model == "tied" else ()
     layers = layers_of(cell.model)
-    stages = split_sizes(len(layers), schedule.positions)[::-1]
+    stages = even_sizes(len(layers), schedule.positions)[::-1]
     pipeline = Pipeline(layers, schedule, loss=loss, mesh=mesh, tied=tied, stages=stages, options=options)
     x, y, keywords = data(cell, mesh.place.dp)
     losses = [pipeline.step(x, y, **keywords).item()]
@@ -269,7 +269,7 @@ def test_gradients_of_two_steps_are_twice_those_of_one_process_and_absent_where_
 def test_a_rank_holds_its_own_stages_only_and_every_weight_is_counted_once(reports: Reports) -> None:
     for cell, ranks in reports.items():
         schedule, layers = cell.schedule, layers_of(cell.model)
-        ends = list(itertools.accumulate(split_sizes(len(layers), schedule.positions)[::-1], initial=0))
+        ends = list(itertools.accumulate(even_sizes(len(layers), schedule.positions)[::-1], initial=0))
         for number, report in enumerate(ranks):
             positions = [schedule.position_of[stage] for stage in schedule.stages_of[cell.shape.place(number).pp]]
             held = {layer.name for position in positions for layer in layers[ends[position] : ends[position + 1]]}

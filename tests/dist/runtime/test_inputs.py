@@ -10,7 +10,7 @@ import pipeloom as pl
 from models import WIDTH, Block, batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
+from pipeloom.shapes.cut import even_sizes
 
 pytestmark = pytest.mark.core
 
@@ -46,7 +46,7 @@ def whole(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("stages", [(1, 4), (2, 3), (3, 2), (4, 1)])
 def test_a_layer_changes_its_input_in_place_wherever_the_cut_is(stages: tuple[int, int], name: str) -> None:
     layers, schedule, (x, y) = chain("isisi"), pl.schedules.build(name, 2, 4), batch(9)
-    _, want = serial(layers, whole(x), y, split_sizes(9, 4))
+    _, want = serial(layers, whole(x), y, even_sizes(9, 4))
     pipeline = LocalPipeline(layers, schedule, loss=mse, stages=stages)
     for _ in range(20):  # 80 forwards a stage, more than are probed
         pipeline.zero_grad()
@@ -122,6 +122,6 @@ def test_what_requires_a_gradient_is_refused(stages: tuple[int, int]) -> None:
 
 
 def test_larger_micro_batches_come_first() -> None:
-    assert split_sizes(14, 5) == [3, 3, 3, 3, 2]
-    assert split_sizes(7, 5) == [2, 2, 1, 1, 1]
-    assert split_sizes(6, 3) == [2, 2, 2]
+    assert even_sizes(14, 5) == (3, 3, 3, 3, 2)
+    assert even_sizes(7, 5) == (2, 2, 1, 1, 1)
+    assert even_sizes(6, 3) == (2, 2, 2)

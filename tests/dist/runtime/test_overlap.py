@@ -18,10 +18,10 @@ from models import gradients, mse
 from pair_schedules import data, split
 from pipeloom.parallel.mesh import PipelineMesh
 from pipeloom.runtime import LocalPipeline, Pipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Pair
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
+from pipeloom.shapes.cut import even_sizes
 from processes import run_ranks, wait_for
 from segmented import AllToAll, expert_layers
 
@@ -95,7 +95,7 @@ def serial(rows: int, count: int) -> tuple[list[float], dict[str, np.ndarray]]:
     for seed in range(EXPERTS):
         total = torch.zeros(())
         x, y = data(seed, rows)
-        sizes = split_sizes(rows, count)
+        sizes = even_sizes(rows, count)
         for part, target in zip(x.split(sizes), y.split(sizes), strict=True):
             for module in modules:
                 part = module(part)

@@ -136,6 +136,47 @@ def test_an_optimizer_of_shares_trains_as_one_process_at_every_level(tmp_path: A
         assert max(stepped) <= (0.75 * total if level else total)
 
 
+def of_several_sizes() -> list[Layer]:
+    """Layers whose parameters are cut between the replicas at other elements if their order is another."""
+    return [
+        Layer(f"layer{at}", lambda a=a, b=b: nn.Linear(a, b)) for at, (a, b) in enumerate(((WIDTH, 50), (50, WIDTH)))
+    ]
+
+
+def saved_under_two_routes(rank: int, folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """First averages of AdamW after a step of shares under two routes, as a whole optimizer loads them, and the first weights."""
+    mesh = Mesh.of(MeshShape(pp=2, dp=2))
+    assert mesh is not None
+    for shares in (True, False):
+        options = RuntimeOptions(monitor=False, shard_gradients=shares)
+        pipeline = Pipeline(of_several_sizes(), pl.schedules.chimera(2, 4), loss=mse, mesh=mesh, options=options)
+        adam = torch.optim.AdamW(pipeline.parameters(), lr=RATE)
+        if shares:
+            weights = {name: value.tolist() for name, value in pipeline.state_dict().items()}
+            pipeline.step(*data(0)[mesh.dp.index])
+            adam.step()
+            checkpoint.save(folder, 1, pipeline, adam)
+        else:
+            checkpoint.load(folder, pipeline, adam)
+        pipeline.close()
+    return {name: adam.state[p]["exp_avg"].tolist() for name, p in pipeline.named_parameters()}, weights
+
+
+def test_shares_of_two_routes_are_saved_once(tmp_path: Any) -> None:
+    results = run_ranks(saved_under_two_routes, 4, str(tmp_path))
+    model = nn.Sequential(*(layer() for layer in of_several_sizes()))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.tensor(results[0][1][f"layer{name}"]))
+    x, y = (torch.cat(each) for each in zip(*data(0), strict=True))
+    mse(model(x), y).backward()  # type: ignore[no-untyped-call]
+    for averages, _ in results:
+        assert len(averages) == 4
+        for name, values in averages.items():
+            gradient = model.get_parameter(name.removeprefix("layer")).grad
+            torch.testing.assert_close(torch.tensor(values), 0.1 * gradient, rtol=1e-4, atol=1e-7)
+
+
 def resumed_in_bf16(rank: int, folder: str) -> list[list[float]]:
     """fp32 shares after four steps at one level, and after two at each of two levels."""
     shares = []

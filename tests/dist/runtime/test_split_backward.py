@@ -16,9 +16,9 @@ from pipeloom.errors import UsageError
 from pipeloom.ops import deferred
 from pipeloom.ops.deferred import add_weight_gradient
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.actions import Action
 from pipeloom.schedule.model import Schedule
+from pipeloom.shapes.cut import even_sizes
 from processes import run_ranks
 
 pytestmark = pytest.mark.core
@@ -33,7 +33,7 @@ def agree(layers: list[Layer], schedule: Schedule, rows: int = 13, tolerance: fl
     x, y = batch(rows)
     pipeline = LocalPipeline(layers, schedule, loss=mse)
     loss = pipeline.step(x, y)
-    want_loss, want = serial(layers, x, y, split_sizes(rows, schedule.microbatches))
+    want_loss, want = serial(layers, x, y, even_sizes(rows, schedule.microbatches))
     assert abs(loss - want_loss) <= 1e-6
     assert worst(gradients(pipeline), want) <= tolerance
     return pipeline
@@ -213,7 +213,7 @@ def _work(rank: int, schedule: Schedule, transport: str) -> list[tuple[dict[str,
 def test_what_was_received_is_not_overwritten_while_a_weight_gradient_waits(schedule: Schedule, transport: str) -> None:
     """zb-h2's last rank holds activations, the other schedule's ranks hold all that they receive."""
     x, y = batch(17)
-    _, want = serial(_ends(), x, y, split_sizes(17, 8))
+    _, want = serial(_ends(), x, y, even_sizes(17, 8))
     results = run_ranks(_work, 2, schedule, transport)
     for step in range(4):
         got = {name: torch.tensor(value) for found in results for name, value in found[step][0].items()}

@@ -17,12 +17,12 @@ from pipeloom.parallel import collectives
 from pipeloom.parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Pipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.runtime.p2p import torch_p2p
 from pipeloom.runtime.p2p.base import BufferPool, Outgoing
 from pipeloom.runtime.tensor_spec import ShapeCache, boundary_of
 from pipeloom.schedule.actions import OUTPUT
 from pipeloom.schedule.channels import Channel, Edge, Message
+from pipeloom.shapes.cut import even_sizes
 from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
@@ -48,7 +48,7 @@ def work(rank: int) -> dict[str, Any]:
         for _ in range(2):
             pipeline.zero_grad()
             pipeline.step(*batch(8))
-        want = serial(blocks(4), *batch(8), split_sizes(8, 4))[1]
+        want = serial(blocks(4), *batch(8), even_sizes(8, 4))[1]
         held = gradients(pipeline)
         found[transport] = worst(held, {name: want[name] for name in held})
         pipeline.close()

@@ -42,6 +42,7 @@ from pipeloom.plan.search import (
     estimate,
     fastest,
     neighbouring,
+    too_long,
 )
 from pipeloom.plan.time import AxisRates
 from pipeloom.schedule import Costs, simulate
@@ -279,7 +280,7 @@ def test_what_waits_for_split_backwards_is_estimated(text, recompute):
 def test_no_estimate_of_uneven_chunks_or_pairs_is_so_long_that_it_hides_a_layout(model, text):
     planned = planner(model)
     layout = parse_layout(text, PlannedLayout(seq=8192))
-    assert 0.9 < estimate(planned, layout).seconds / planned.predict(layout).step.total < LONG
+    assert 0.9 < estimate(planned, layout).seconds / planned.predict(layout).step.total < too_long(layout)
 
 
 def test_work_of_pairs_is_without_what_they_hide():
@@ -332,6 +333,23 @@ def test_a_rank_that_works_more_than_the_others_holds_a_long_step_up(monkeypatch
     quick = planner(runtime="pipeloom").predict(layout)
     monkeypatch.setattr(prediction_module, "SHORT_ROUNDS", 512)
     assert quick.step.total == pytest.approx(planner(runtime="pipeloom").predict(layout).step.total, rel=2e-3)
+
+
+def test_more_bytes_for_no_shorter_step_are_not_predicted():
+    """Two slices of two sequences take as long as whole ones, and need more."""
+    asked = PlanRequest.of("pipeloom", 8, 80 * 2**30, 64, 8192, fixed={"pp": 8, "vocabulary": "pp", "v": 1})
+    planned = planner("llama3-8b", runtime="pipeloom")
+    space = Space(planned, asked)
+    whole, cut = (
+        planned.predict(parse_layout(f"pp=8,{text},seq=8192,vocabulary=pp"))
+        for text in ("m=64,slices=2", "m=32,micro_batch=2,slices=4")
+    )
+    assert cut.step.total == pytest.approx(whole.step.total, rel=1e-3)
+    assert whole.peak < cut.peak < asked.memory
+    assert space.estimate(whole.layout).seconds <= space.estimate(cut.layout).seconds
+    layouts = [each.layout for each in search(planned, asked).predictions]
+    assert whole.layout in layouts
+    assert cut.layout not in layouts
 
 
 def test_bounds_are_below_all_estimates():

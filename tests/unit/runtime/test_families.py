@@ -8,8 +8,8 @@ import pipeloom as pl
 from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.families import FAMILIES
+from pipeloom.shapes.cut import even_sizes
 
 LAYERS = 9
 
@@ -25,7 +25,7 @@ def test_gradients_evaluation_and_peaks(family: str, ranks: int, microbatches: i
     x, y = batch(2 * microbatches + 1)
     pipeline = LocalPipeline(blocks(LAYERS), schedule, loss=mse)
     loss = pipeline.step(x, y)
-    want_loss, want = serial(blocks(LAYERS), x, y, split_sizes(len(x), microbatches))
+    want_loss, want = serial(blocks(LAYERS), x, y, even_sizes(len(x), microbatches))
     assert abs(loss - want_loss) <= 1e-6
     assert worst(gradients(pipeline), want) <= 1e-6
     assert pipeline.peak_activations == pl.simulate(schedule).peak_activations

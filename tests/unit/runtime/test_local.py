@@ -16,7 +16,7 @@ from models import batch, blocks, gradients, mse, serial, worst
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.ops.layer import Layer
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
+from pipeloom.shapes.cut import even_sizes
 
 S = pl.schedules
 SCHEDULES = [
@@ -44,7 +44,7 @@ def test_uneven_stages_and_microbatches(schedule: pl.Schedule) -> None:
     for rows in (1, m, sum(sizes) + 5):
         x, y = batch(rows, seed=rows)
         with torch.no_grad():
-            output = torch.cat([whole(part) for part in torch.split(x, split_sizes(rows, min(rows, m)))])
+            output = torch.cat([whole(part) for part in torch.split(x, even_sizes(rows, min(rows, m)))])
         assert torch.equal(pipeline.predict(x), output), rows
         assert pipeline.evaluate(x, y).item() == pytest.approx(mse(output, y).item(), rel=1e-6), rows
 

@@ -9,8 +9,8 @@ from models import gradients, worst
 from named_models import CASES, data, plain
 from pipeloom.errors import UsageError
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.batch import split_sizes
 from pipeloom.schedule.families import FAMILIES
+from pipeloom.shapes.cut import even_sizes
 
 
 def built(family: str, ranks: int, microbatches: int) -> pl.Schedule:
@@ -25,7 +25,7 @@ def compare(name: str, schedule: pl.Schedule) -> LocalPipeline:
     x, y, keywords = data(case, 2 * schedule.microbatches + 1)
     pipeline = LocalPipeline(case.layers(), schedule, loss=case.loss, options=RuntimeOptions(seed=3))
     state = {key: value.clone() for key, value in pipeline.state_dict().items()}
-    sizes = split_sizes(len(x), schedule.microbatches)
+    sizes = even_sizes(len(x), schedule.microbatches)
     want_loss, want, terms = plain(case, state, x, y, keywords, sizes)
     assert abs(pipeline.step(x, y, **keywords).item() - want_loss) <= 5e-6
     assert worst(gradients(pipeline), want) <= 5e-6

@@ -9,9 +9,10 @@ from functools import cache
 import pytest
 
 import pipeloom as pl
+from batch_walk import check_batches
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import batched_p2p
-from pipeloom.schedule.batched_p2p import batches_of, check_batches
+from pipeloom.schedule.batched_p2p import batches_of
 from pipeloom.schedule.channels import Message, traffic
 from pipeloom.schedule.families import FAMILIES
 from pipeloom.schedule.model import Pair
@@ -92,10 +93,9 @@ def test_one_call_between_two_actions_where_nothing_waits_for_half_of_it() -> No
             assert sum(map(len, calls)) < sum(len(batch) for gap in calls for batch in gap)
 
 
-def test_check_walks_the_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_walk_finds_batches_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = S.interleaved(2, 4, 2)
-    pl.check(schedule, transport="batched")
+    check_batches(traffic(schedule))
     monkeypatch.setattr(batched_p2p, "bisect_right", lambda ends, moves: len(ends) - 1)
     with pytest.raises(ScheduleError, match="wait for one another for ever"):
-        pl.check(schedule, transport="batched")
-    pl.check(schedule)
+        check_batches(traffic(schedule))

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
+from batch_walk import check_batches
 from fuzz._simulator import Times, simulated_spans
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Action, Costs, NamedTensor, Schedule, check, simulate
-from pipeloom.schedule.batched_p2p import check_batches
 from pipeloom.schedule.channels import Message, message_counts, posting_plan, smallest_depths, traffic
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
@@ -65,7 +65,8 @@ def test_times_messages_and_check(family: str) -> None:
             assert timeline.ends[path[-1][0]][path[-1][1]] == max(map(max, timeline.ends))
             assert "overhead" not in {gap.cause for gaps in timeline.gaps for gap in gaps}
         assert simulate(schedule).ends == simulate(schedule.with_tensors(())).ends  # they add order nowhere
-        check(schedule, transport="batched")
+        check(schedule)
+        check_batches(traffic(schedule))
         check_batches(traffic(schedule), ahead=False)
         _check_traffic(schedule)
 

@@ -7,8 +7,10 @@ from random import Random
 import pytest
 
 import pipeloom as pl
+from batch_walk import check_batches
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
+from pipeloom.schedule.channels import traffic
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
@@ -134,7 +136,8 @@ def test_every_family_offloaded(name: str) -> None:
     """It passes `check`, does the same work in the same order, keeps its text, takes hardly longer and holds no more."""
     plain, costs = build(name, 4, 8), Costs(host_bandwidth=1)
     schedule = pl.schedules.offload(plain, costs)
-    check(schedule, transport="batched")
+    check(schedule)
+    check_batches(traffic(schedule))
     assert from_json(to_json(schedule)) == schedule
     without = schedule.with_slots({})
     if len(schedule.routes) == 1:

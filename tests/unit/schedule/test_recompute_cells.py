@@ -9,9 +9,11 @@ from itertools import product
 import pytest
 
 import pipeloom as pl
+from batch_walk import check_batches
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.actions import Action, equal_part, parse_cell
+from pipeloom.schedule.channels import traffic
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import from_json, to_json
@@ -29,7 +31,8 @@ def test_every_family_recomputed(name: str, whole: bool) -> None:
     """It passes `check`, does the same work, keeps its text, and holds at most a stage-micro-batch more than it must."""
     plain = build(name, 4, 8)
     schedule = recompute(plain, whole)
-    check(schedule, transport="batched")
+    check(schedule)
+    check_batches(traffic(schedule))
     assert from_json(to_json(schedule)) == schedule
     if len(schedule.routes) == 1:
         assert from_csv(to_csv(schedule)).codes == schedule.codes

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipeloom as pl
+from batch_walk import check_batches
 from pipeloom import schedules
 from pipeloom.draw import html, svg
 from pipeloom.draw.terminal import terminal
@@ -34,7 +35,8 @@ def of(programs: list[list[str]], slices: int = 2) -> pl.Schedule:
 
 def test_cells_survive_every_form_and_the_schedule_is_sound() -> None:
     schedule = of(TWO)
-    pl.check(schedule, transport="batched")
+    pl.check(schedule)
+    check_batches(traffic(schedule))
     assert [[str(cell) for cell in program] for program in schedule.programs] == TWO
     assert from_json(to_json(schedule)) == schedule
     with pytest.raises(

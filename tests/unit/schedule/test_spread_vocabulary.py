@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from batch_walk import check_batches
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, Timeline, check, simulate
 from pipeloom.schedule.actions import Action
 from pipeloom.schedule.bounds import lower_bound
+from pipeloom.schedule.channels import traffic
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.json_form import from_json, to_json
@@ -216,7 +218,8 @@ def test_a_micro_batch_more_takes_its_work(name: str, chunks: int | None, slices
         assert lower_bound(schedule, COSTS, split_backward=True) <= timeline.makespan
         allowed = (1 if form == "fused" else 2) * plain.chunks / slices
         assert max(timeline.peak_memory) <= max(simulate(plain, COSTS).peak_memory) + allowed
-    check(schedule, transport="batched")
+    check(schedule)
+    check_batches(traffic(schedule))
     work = 3 * plain.chunks + 1
     assert work - 0.2 <= (ends[1] - ends[0]) / (counts[1] - counts[0]) <= 1.04 * work
     kinds = [action.kind for program in schedule.programs for action in program if action.stage in schedule.vocabulary]

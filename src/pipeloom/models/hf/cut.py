@@ -212,10 +212,7 @@ class Cut:
         return self._replay
 
     def _new_replay(self) -> Replay:
-        shell, tape = self._shell()
-        Stubs(shell, self._shell_parameters(), requires_grad=True)
-        if self.meta:
-            initialize(shell, "", self.model)
+        shell, tape, _ = self._stubbed()
         convolves = any(isinstance(part, nn.Conv1d) for part in self.trunk.modules())
         return Replay(shell, tape, self._embedding_width, self._dtype, convolves)
 
@@ -247,6 +244,14 @@ class Cut:
     def _shell_parameters(self) -> list[str]:
         names = (name for name, _ in self.model.named_parameters(remove_duplicate=False))
         return [name for name in names if not name.startswith(self.path_dot)]
+
+    def _stubbed(self) -> tuple[Any, Tape, Stubs]:
+        """Return a shell to try, with zeros that know what is computed from them in place of all its parameters."""
+        shell, tape = self._shell()
+        stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
+        if self.meta:
+            initialize(shell, "", self.model)
+        return shell, tape, stubs
 
     @property
     def embedding(self) -> str:
@@ -292,10 +297,7 @@ class Cut:
 
     def _before(self) -> frozenset[str]:
         """Return the names of the parameters on which the hidden states of the first decoder layer depend."""
-        shell, tape = self._shell()
-        stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
-        if self.meta:
-            initialize(shell, "", self.model)
+        shell, tape, stubs = self._stubbed()
         tape.run(stop_at=0)
         with torch.enable_grad():
             try:
@@ -322,10 +324,7 @@ class Cut:
                 "its logits are not the output of one linear layer without bias, which alone can be spread over the pipeline; "
                 "nearest: the output layer on the last stage"
             )
-        shell, tape = self._shell()
-        stubs = Stubs(shell, self._shell_parameters(), requires_grad=True)
-        if self.meta:
-            initialize(shell, "", self.model)
+        shell, tape, stubs = self._stubbed()
         rows = torch.zeros(_PROBE_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)
         FirstPart(shell.eval(), tape, stubs, self.embedding)(rows)
         others, weight = stubs.used_by(tape.entered), f"{self.embedding}.weight"
@@ -356,12 +355,8 @@ class Cut:
 
     def _tried_last(self) -> tuple[int, ...]:
         """Return rows and length of the logits in a trial run of the part after the layers, on the meta device."""
-        shell, tape = self._shell()
-        names = self._shell_parameters()
-        Stubs(shell, names)
-        if self.meta:
-            initialize(shell, "", self.model)
-        for name in names:
+        shell, tape, _ = self._stubbed()
+        for name in self._shell_parameters():
             if name not in self.before:
                 set_tensor(shell, name, torch.empty_like(self.model.get_parameter(name), device="meta"))
         embedded = torch.zeros(_PROBE_ROWS, _LENGTH, self._embedding_width, dtype=self._dtype)

@@ -123,7 +123,6 @@ def _constructed_buffers(model: Any) -> Mapping[str, Tensor]:
     """The buffers of a model constructed anew, whose weights stay on the meta device."""
     config = copy.deepcopy(model.config)
     with _WeightsOnMeta():
-        # For a class that the caller knows; the public `from_config` belongs to the Auto classes, which choose one.
         # The model's own class in the configuration's dtype; the public `from_config` belongs to the Auto classes alone.
         whole = type(model)._from_config(config, dtype=config.dtype)
     return dict(whole.named_buffers())

@@ -30,7 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeloom.errors import DistributedError
+from pipeloom.errors import DistributedError, first_line
 from pipeloom.runtime.health.status import machine
 
 LINKS = "PIPELOOM_LINKS"  # rank:descriptor,… of the sockets that the launcher made
@@ -388,9 +388,8 @@ def _answer(seconds: float, call: Callable[[], T], words: str) -> T:
     try:
         return within(seconds, call, words)
     except RuntimeError as error:  # torch's own errors: the process that serves the store has exited
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DistributedError(
-            f"{words}: the process that serves it, rank 0 or a launcher, has exited ({first})"
+            f"{words}: the process that serves it, rank 0 or a launcher, has exited ({first_line(error)})"
         ) from error
 
 

@@ -99,7 +99,8 @@ class InProcessTransport:
 
     def exchange(self, sends: Sequence[Outgoing], posts: Sequence[Message]) -> None:
         for outgoing in sends:
-            delivery = Delivery(_off_graph(outgoing), outgoing.boundary, outgoing.checksum)
+            named = outgoing.message.edge.name != OUTPUT and outgoing.message.channel.kind == "activation"
+            delivery = Delivery(handed_over(outgoing.values, named), outgoing.boundary, outgoing.checksum)
             self._boxes.setdefault(outgoing.message.channel, {})[outgoing.message.number] = outgoing.message, delivery
         if posts:
             self._open.update(posts)
@@ -121,12 +122,13 @@ class InProcessTransport:
         """Nothing to wait for."""
 
 
-def _off_graph(outgoing: Outgoing) -> BoundaryValues:
-    """Return the values for a stage of this process; a named tensor is copied, since the next stage may change it in place."""
-    values = tuple([None if value is None else value.detach() for value in outgoing.values])
-    if outgoing.message.edge.name == OUTPUT or outgoing.message.channel.kind == "gradient":
-        return values
-    return tuple(None if value is None else value.clone() for value in values)
+def handed_over(values: BoundaryValues, named: bool) -> BoundaryValues:
+    """Return the values for another stage of this process, without their graph.
+
+    The next stage may change its input in place, and a tensor with a name may be that: its readers get a copy.
+    """
+    detached = tuple([None if value is None else value.detach() for value in values])
+    return tuple([None if value is None else value.clone() for value in detached]) if named else detached
 
 
 def tensors(values: BoundaryValues) -> list[Tensor]:

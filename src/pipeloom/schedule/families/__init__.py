@@ -16,12 +16,7 @@ from pipeloom.errors import ArgumentError, UsageError, did_you_mean
 from pipeloom.limits import require_types
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families.construct.layout import REGISTRY, Family, encoded, require_sizes
-from pipeloom.schedule.families.construct.list_scheduling import (
-    MemoryDeadlock,
-    PriorityRule,
-    programs_of,
-    single_route,
-)
+from pipeloom.schedule.families.construct.list_scheduling import MemoryDeadlock, PriorityRule, programs_of, single_route
 from pipeloom.schedule.families.one_f_one_b import seq1f1b
 from pipeloom.schedule.functions import importable_from, run_user_code, user_object
 from pipeloom.schedule.model import Schedule

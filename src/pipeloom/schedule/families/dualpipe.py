@@ -74,12 +74,7 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     for rank in range(ranks):
         phases = Phases(ranks - rank - 1, rank + 1, microbatches - 2 * ranks + rank + 1, apart=rank == ranks - 1)
         programs.append(EightPhases(code, (rank, 2 * ranks - 1 - rank), (jobs, jobs)).run(phases))
-    return Schedule.of(
-        programs,
-        placement=vee(ranks),
-        microbatches=microbatches,
-        name="dualpipev",
-    )
+    return Schedule.of(programs, placement=vee(ranks), microbatches=microbatches, name="dualpipev")
 
 
 @dataclass(frozen=True)

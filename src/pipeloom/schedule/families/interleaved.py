@@ -22,11 +22,7 @@ Rounds = Literal["balanced", "tail", "head", "paper"]
 
 @family("interleaved", "interleaved1f1b", "vpp", "virtualpipeline", placement="loop", baseline=True, order=30)
 def interleaved(
-    ranks: int,
-    microbatches: int,
-    chunks: int = 2,
-    rounds: Rounds = "balanced",
-    group_size: int | None = None,
+    ranks: int, microbatches: int, chunks: int = 2, rounds: Rounds = "balanced", group_size: int | None = None
 ) -> Schedule:
     """Looped placement (stage c p + r on rank r), one forward and one backward in turn, chunk after chunk by rounds.
 
@@ -44,11 +40,7 @@ def interleaved(
 
 @family("interleaved-overlap", placement="loop", order=130)
 def interleaved_overlap(
-    ranks: int,
-    microbatches: int,
-    chunks: int = 2,
-    rounds: Rounds = "balanced",
-    group_size: int | None = None,
+    ranks: int, microbatches: int, chunks: int = 2, rounds: Rounds = "balanced", group_size: int | None = None
 ) -> Schedule:
     """`interleaved` with one more warm-up forward on every rank, its steady F and B run as pairs (arXiv 2412.19437).
 
@@ -76,13 +68,7 @@ def _by_rounds(
         programs.append(in_turn(forwards, backwards, warmup + paired))
     options: dict[str, object] = {"chunks": chunks}
     options |= {"group_size": group_size} if group_size is not None else {"rounds": rounds}
-    return Schedule.of(
-        programs,
-        placement=loop(ranks, chunks),
-        microbatches=microbatches,
-        name=name,
-        options=options,
-    )
+    return Schedule.of(programs, placement=loop(ranks, chunks), microbatches=microbatches, name=name, options=options)
 
 
 def round_sizes(ranks: int, microbatches: int, rounds: str = "balanced", group_size: int | None = None) -> list[int]:

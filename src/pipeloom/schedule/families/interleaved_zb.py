@@ -11,11 +11,7 @@ from pipeloom.errors import CapacityError
 from pipeloom.limits import require_positive
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.construct.layout import (
-    Coder,
-    family,
-    require_sizes,
-)
+from pipeloom.schedule.families.construct.layout import Coder, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import (
     MemoryDeadlock,
     SchedulingProblem,

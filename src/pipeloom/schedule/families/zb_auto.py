@@ -15,12 +15,7 @@ from pipeloom.errors import CapacityError
 from pipeloom.limits import MOST_PLANNED_CELLS, require_positive
 from pipeloom.schedule.actions import KindName
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
-from pipeloom.schedule.families.construct.layout import (
-    Planned,
-    encoded,
-    family,
-    require_sizes,
-)
+from pipeloom.schedule.families.construct.layout import Planned, encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, programs_of, single_route
 from pipeloom.schedule.families.construct.steady import plan
 from pipeloom.schedule.families.zb_h import zb_h1, zb_h2

@@ -25,11 +25,7 @@ from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
 
 # Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
 _PIECE = 2**20
-DTYPES_BY_NAME = STORED_DTYPES | {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-}
+DTYPES_BY_NAME = STORED_DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 

@@ -15,13 +15,7 @@ from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, verified
-from pipeloom.train.checkpoint.state import (
-    AnyOptimizer,
-    load_model,
-    load_optimizer,
-    require_shapes,
-    required_names,
-)
+from pipeloom.train.checkpoint.state import AnyOptimizer, load_model, load_optimizer, require_shapes, required_names
 from pipeloom.train.collect import agreed, from_every_rank
 
 

@@ -22,13 +22,7 @@ from pipeloom.config.sections import OptimizerSection
 from pipeloom.errors import CheckpointError, ConfigError, echo
 from pipeloom.limits import MOST_STEPS, expanded
 from pipeloom.runtime import Pipeline
-from pipeloom.train.checkpoint.folder import (
-    RunClaim,
-    complete,
-    newest_checkpoint,
-    remove_leftovers,
-    step_path,
-)
+from pipeloom.train.checkpoint.folder import RunClaim, complete, newest_checkpoint, remove_leftovers, step_path
 from pipeloom.train.checkpoint.load import Loaded, load
 from pipeloom.train.checkpoint.manifest import EXTRA, MANIFEST, BaseWeights
 from pipeloom.train.checkpoint.reader import read_extra, verified

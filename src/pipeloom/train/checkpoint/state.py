@@ -73,6 +73,8 @@ class Holder:
         pieces: the boxes that make up `tensor`: one, or one per projection where projections share a weight.
         parameter: True for a parameter, False for a buffer.
         frozen: True for a parameter that is not trained.
+        saves_state: False where the replicas of another pipeline rank share out the optimizer's state of the same weight, maybe
+            otherwise, and save it.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Holder:
     pieces: tuple[HeldBox, ...]
     parameter: bool
     frozen: bool = False
+    saves_state: bool = True
 
     def parts(self, values: Tensor, start: int = 0) -> list[tuple[Box, Tensor]]:
         """Split `values` into (box in the whole tensor, view of its values).
@@ -131,7 +134,8 @@ def holders(pipeline: Pipeline) -> list[Holder]:
         pieces = pieces_of(sharding, place, tuple(parameter.shape))
         shape = tuple(sharding.full_shape(parameter.shape))
         frozen = not parameter.requires_grad
-        held_tensors.append(Holder(pipeline._stored_name(name), parameter.detach(), shape, pieces, True, frozen))
+        saves = pipeline.counts_in_norm(name) or not pipeline.options.shard_gradients
+        held_tensors.append(Holder(pipeline._stored_name(name), parameter.detach(), shape, pieces, True, frozen, saves))
     for layer, module in pipeline.modules.items():
         persistent = module.state_dict()
         for inner, buffer in module.named_buffers():
@@ -187,7 +191,7 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
     parts: list[Part] = []
     numbers: dict[str, Number] = {}
     for held, start, _, shape, values in _states(pipeline, optimizer):
-        for kind, value in values.items():
+        for kind, value in values.items() if held.saves_state else ():
             key = f"optimizer.{held.name}.{kind}"
             if isinstance(value, Tensor) and value.shape == shape:
                 parts += [Part(key, held.shape, box, part) for box, part in held.parts(value.detach(), start)]

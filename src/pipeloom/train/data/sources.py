@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from pipeloom.errors import ConfigError, UsageError, echo, reason_of, shortened
+from pipeloom.errors import ConfigError, UsageError, echo, first_line, reason_of, shortened
 from pipeloom.foreign import unknown_keys
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
 from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadConversation, conversation
@@ -413,9 +413,9 @@ def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | Ba
         except ConfigError:
             raise
         except Exception as error:
-            words = next(iter(str(error).splitlines()), type(error).__name__)
             after = f" after row {number}" if number else ""
-            raise ConfigError(f"{option}: datasets cannot read {where}{after}: {shortened(words)}") from None
+            words = shortened(first_line(error))
+            raise ConfigError(f"{option}: datasets cannot read {where}{after}: {words}") from None
 
 
 def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeloom.errors import ConfigError, UsageError, did_you_mean, reason_of, shortened
+from pipeloom.errors import ConfigError, UsageError, did_you_mean, first_line, reason_of, shortened
 from pipeloom.foreign import typed
 from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
 from pipeloom.train.data.conversations import (
@@ -141,8 +141,7 @@ def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
 
 def _no_tokenizer(name: str, error: Exception) -> ConfigError:
     """Return the error for files that a tokenizer's package cannot read, whatever it raises."""
-    words = shortened(next(iter(str(error).splitlines()), type(error).__name__))
-    return ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {words}')
+    return ConfigError(f'data.tokenizer = "{shortened(name)}": it is not a tokenizer: {shortened(first_line(error))}')
 
 
 _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
@@ -379,7 +378,7 @@ class TokenizerTemplate:
                 )
                 return text, spans[0] if spans else []
             except Exception as error:
-                words = words or next(iter(str(error).splitlines()), type(error).__name__)
+                words = words or first_line(error)
         raise BadConversation(f"{self._words} refuses it: {words}")
 
 

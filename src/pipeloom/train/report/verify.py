@@ -21,10 +21,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.exchange import gather_tree
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, from_plain, shard_of, to_plain
-from pipeloom.runtime.batch import (
-    IGNORE_INDEX,
-    count_targets,
-)
+from pipeloom.runtime.batch import IGNORE_INDEX, count_targets
 from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.stage_modules import LayerNames
 from pipeloom.runtime.tied_weights import Tie, share

@@ -23,6 +23,7 @@ from pipeloom.errors import (
     Interrupted,
     PipeloomError,
     Preempted,
+    first_line,
     folded,
     from_machine,
     printable,
@@ -187,7 +188,7 @@ def start(layout: Layout, requests: Requests | None = None, watching: list[Watch
     except RuntimeError as error:
         if watchdog is not None and lost_peer(error) and watchdog.cause(1.5) is not None:
             raise
-        raise DistributedError(f"rank {rank} could not join the other workers: {_first_line(error)}") from error
+        raise DistributedError(f"rank {rank} could not join the other workers: {first_line(error)}") from error
     if watchdog is not None:
         watchdog.status.leave()
     context = WorkerContext(rank, world, local_rank, device, store, requests, watchdog)
@@ -333,14 +334,14 @@ def workers_store(rank: int, world: int, timeout: timedelta) -> Store:
     try:
         return within(timeout.total_seconds() + 5.0, join, f"rank {rank} did not reach port {port} of {host}")
     except dist.DistNetworkError as error:
-        reason = "it is in use" if "EADDRINUSE" in str(error) else _first_line(error)
+        reason = "it is in use" if "EADDRINUSE" in str(error) else first_line(error)
         raise DistributedError(
             f"rank {rank} could not reach the rendezvous at {host}:{port} (MASTER_ADDR, MASTER_PORT): {reason}"
         ) from error
     except dist.DistError as error:
         raise DistributedError(
             f"rank {rank} waited {timeout.total_seconds():g} s for the {world} workers on port {port} of {host}: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
 
 
@@ -364,8 +365,3 @@ def _number(name: str, default: int) -> int:
     if not (text.isascii() and text.isdecimal()):
         raise ConfigError(f"{name} is {text!r:.200} in the environment; it must be a whole number")
     return int(text)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

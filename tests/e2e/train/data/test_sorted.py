@@ -13,6 +13,7 @@ import torch
 from corpora import config, data, documents, json_lines
 from pipeloom.config import resolve
 from pipeloom.errors import ConfigError
+from pipeloom.measure.build import build_pipeline
 from pipeloom.train.data.batches import Batch, Batches, SortedDocuments
 
 SIZES = np.random.default_rng(5).integers(2, 65, 100)  # of documents; their places are one fewer
@@ -108,6 +109,17 @@ def test_a_run_goes_through_shuffled_batches_and_resumes(tmp_path: Path) -> None
         assert torch.equal(later.of_step(step).tokens, batches.of_step(step).tokens)
     ordered = [sorted(firsts(batches.of_step(epoch * found.train.count))) for epoch in (0, 1)]
     assert ordered[0] != ordered[1]
+
+
+def test_a_step_has_as_many_rows_as_its_batch(tmp_path: Path) -> None:
+    json_lines(tmp_path / "a.jsonl", ({"text": "a short one"} for _ in range(20)))
+    keys: dict[str, Any] = {"source": str(tmp_path / "a.jsonl"), "documents": "sort", "train__seq_len": 48}
+    layout = resolve(config(tmp_path, **keys, parallel__pp=1))
+    pipeline = build_pipeline(layout, torch.device("cpu"))
+    batch = data(tmp_path, **keys).train.batch(0, 0)
+    assert len(batch.tokens) == 3 * sum(layout.microbatch_sizes)
+    assert pipeline.step(batch.tokens, batch.targets) > 0
+    pipeline.close()
 
 
 def test_what_does_not_go_with_sorted_documents_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeloom.schedule.actions import KindName
@@ -71,6 +71,27 @@ def single_route(
     )
 
 
+class Turns:
+    """The turns of ranks that act in the order of time: for each rank the earliest one that it was called for since its last."""
+
+    def __init__(self, ranks: int) -> None:
+        self._next = [0.0] * ranks
+        self._queue = [(0.0, rank) for rank in range(ranks)]
+
+    def __iter__(self) -> Iterator[tuple[float, int]]:
+        while self._queue:
+            now, rank = heapq.heappop(self._queue)
+            if now == self._next[rank]:
+                self._next[rank] = math.inf
+                yield now, rank
+
+    def call(self, rank: int, when: float) -> None:
+        """Give `rank` a turn at `when`, unless it has an earlier one."""
+        if when < self._next[rank]:
+            self._next[rank] = when
+            heapq.heappush(self._queue, (when, rank))
+
+
 class MemoryDeadlock(Exception):
     """The limits on memory allow no rank to continue."""
 
@@ -118,22 +139,17 @@ class _Growth:
         self.last: list[KindName] = ["B"] * count
         self.gradients: list[deque[int]] = [deque() for _ in range(count)]  # stages of input gradients without their W
         self.programs: list[list[Planned]] = [[] for _ in range(count)]
-        self.wake_at = [0.0] * count
-        self.heap = [(0.0, rank) for rank in range(count)]
+        self.turns = Turns(count)
 
     def run(self) -> list[list[Planned]]:
         left = sum(map(len, self.jobs)) * (2 if self.problem.fused else 3)
-        while left:
-            if not self.heap:
-                raise MemoryDeadlock
-            now, rank = heapq.heappop(self.heap)
-            if now != self.wake_at[rank]:
-                continue
-            self.wake_at[rank] = math.inf
+        for now, rank in self.turns:
             choice = self._choose(rank, now)
             if choice is not None:
                 self._start(rank, now, *choice)
                 left -= 1
+        if left:
+            raise MemoryDeadlock
         return self.programs
 
     def _choose(self, rank: int, now: float) -> tuple[KindName, int] | None:
@@ -163,14 +179,8 @@ class _Growth:
             stage = self.gradients[rank][0]
             if following - now >= self.rule.patience * self.time["W"][stage] - TIME_TOLERANCE:
                 return "W", stage
-        self._wake(rank, following)
+        self.turns.call(rank, following)
         return None
-
-    def _wake(self, rank: int, when: float) -> None:
-        """Let `rank` choose at `when`, unless it will choose earlier."""
-        if when < self.wake_at[rank]:
-            self.wake_at[rank] = when
-            heapq.heappush(self.heap, (when, rank))
 
     def _has_room(self, rank: int, stage: int) -> bool:
         alive = self.done["F"][stage] - self.done["B" if self.problem.fused else "W"][stage]
@@ -196,15 +206,14 @@ class _Growth:
             self.gradients[rank].append(stage)
             if self.before[stage] is not None:
                 self._deliver(self.backwards, stage, self.before[stage], end)
-        self.wake_at[rank] = math.inf
-        self._wake(rank, end)
+        self.turns.call(rank, end)
 
     def _deliver(self, inbox: list[list[float]], stage: int, to: int | None, end: float) -> None:
         target = to if to is not None else stage
         source, home = self.problem.placement[stage], self.problem.placement[target]
         arrival = end + self.problem.costs.hop(source, home)
         inbox[target].append(arrival)
-        self._wake(home, max(arrival, self.free_at[home]))
+        self.turns.call(home, max(arrival, self.free_at[home]))
 
 
 class _FixedOrder(_Growth):
