@@ -235,6 +235,13 @@ def test_replicas_exchange_sequences() -> None:
     assert plan.makespan == 3 * 6
 
 
+def test_a_replica_that_waits_more_starts_with_less_work() -> None:
+    lengths = tuple(lengths_of(24, 1.5, 4096, 2))
+    question = step._StepQuestion(lengths, 4, 2, 4096, ATTENTION, pl.Costs(), math.inf, 1)
+    equal, less = question.starts(("1f1b", 1), [(1.0, 0)])
+    assert less.makespan < 0.993 * equal.makespan
+
+
 ANSWERS = [806, 659, 188, 122, 239, 181, 702, 140, 210, 362, 1053, 228]
 
 
