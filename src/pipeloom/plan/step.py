@@ -194,7 +194,9 @@ def plan_step(
         raise CapacityError(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
         )
-    return step.plan(step.searched(starts, _ROUNDS if last is None else _WARM_ROUNDS))
+    if last is not None:
+        return step.plan(step.searched(starts, _WARM_ROUNDS))
+    return step.plan(step.with_its_packings(step.searched(starts, _ROUNDS)))
 
 
 def simple_plans(
@@ -413,6 +415,14 @@ class _StepQuestion:
         longest = max(each.timeline.makespan for each in replicas)
         return StepPlan(replicas, longest, self.bound, draft.family, draft.packings)
 
+    def with_its_packings(self, draft: _Draft) -> _Draft:
+        """The draft with the micro-batches that it has, over the fewest, and no longer those that it began with."""
+        packings = [
+            ((len(batches) - 0.5) / self.fewest([at for batch in batches for at in batch]), order)
+            for batches, (_, order) in zip(draft.replicas, draft.packings, strict=True)
+        ]
+        return replace(draft, packings=tuple(packings))
+
     def searched(self, starts: Iterable[_Draft], rounds: Iterable[tuple[int, int]]) -> _Draft:
         """The shortest plan that changes make of these; each round does more work on fewer of them (successive halving)."""
         share = min(1.0, len(self.lengths) / _MANY)
@@ -449,7 +459,8 @@ class _StepQuestion:
 
     def changed(self, draw: Callable[[], float], replicas: Sequence[_Batches], slowest: int) -> dict[int, _Batches]:
         """Replica -> its micro-batches after a random change: one moves or two exchange places; or a sequence moves, to one of
-        its own too, or changes places with another, of this replica or of others. {}: the limit of tokens forbids it."""
+        its own too, or changes places with another, of this replica or of others. {}: it changes nothing,
+        or the limit of tokens forbids it."""
         mine: list[Any] = list(replicas[slowest])
         kind = int(4 * draw())
         if kind < 2:
@@ -476,10 +487,8 @@ class _StepQuestion:
         target.append(sequence)
         if max(sum(map(self.lengths.__getitem__, batch)) for batch in (source, target)) > self.tokens:
             return {}
-        after = {
-            at: tuple(tuple(batch) for batch in batches if batch) for at, batches in ((slowest, mine), (other, theirs))
-        }
-        return after if all(after.values()) else {}
+        after = (slowest, mine), (other, theirs)
+        return {at: tuple(tuple(batch) for batch in batches if batch) for at, batches in after}
 
     @cached_property
     def bound(self) -> float:
