@@ -10,6 +10,7 @@ import torch
 
 from corpora import config, data, documents, json_lines
 from pipeloom.config import resolve
+from pipeloom.plan.step import plan_step
 from pipeloom.shapes.layers import training_flops
 from pipeloom.train.data.batches import Batch, Batches, PackedRows
 from pipeloom.train.data.planned import StepPlanner, documents_of, lengths_of, most_tokens
@@ -52,6 +53,16 @@ def test_each_document_of_a_batch_is_in_one_micro_batch_of_one_replica(tmp_path:
         assert [each.tokens.tolist() for each in other.microbatches] == [
             each.tokens.tolist() for each in parts[1].microbatches
         ]
+
+
+def test_small_micro_batches_cost_time(tmp_path: Path) -> None:
+    keys = keys_of(tmp_path, parallel__pp=2, schedule__microbatches=2)
+    chosen = config(tmp_path, **keys)
+    whole = Batches(data(tmp_path, **keys).train, chosen, 2).of_step(0)
+    lengths = lengths_of(documents_of(whole))
+    free = plan_step(lengths, 2, 2, tokens=most_tokens(chosen), families=[("1f1b", 1)])
+    part = StepPlanner(chosen, 1, whole).part(whole, 0)
+    assert 1 < len(part.microbatches) < len(free.replicas[0].microbatches)
 
 
 def test_blocks_that_predict_further_ahead_stay_inside_documents(tmp_path: Path) -> None:
