@@ -2,25 +2,27 @@
 
     python benchmarks/unequal.py                       40 settings (some minutes of a core)
     python benchmarks/unequal.py 3 8                   settings 3 to 7
-    python benchmarks/unequal.py search 60 3 8         beside a search of 60 CPU seconds a setting
+    python benchmarks/unequal.py search 60 3 8         beside searches, of 60 CPU seconds a setting more
     python benchmarks/unequal.py emulated              measured steps of 2 and 4 processes whose layers sleep
     python benchmarks/unequal.py single                predicted and measured CPU seconds of packed micro-batches
     python benchmarks/unequal.py real                  measured steps of 2 processes that compute
 
 For each setting it prints the makespan of the plan over the shorter of 1F1B and `interleaved` with (a) sequences dealt out in
-turn and packed as they come, (b) replicas and micro-batches balanced by tokens, the gap to the bound, and the CPU seconds of the
-first plan and of one that takes over its family and packing.
+turn and packed as they come, (b) replicas and micro-batches balanced by tokens, over the best of the searches so far
+(unequal.json), the gap to the bound, and the CPU seconds of the first plan and of one that takes over its family and packing.
 
-search: the plan over the best that simulated annealing finds, which begins with the plan of each family and changes batches,
-their order and replicas. real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each
-with other lengths; the first steps are planned by times of single micro-batches, later ones by those of the first steps'
-timelines, and predictions are printed too.
+search: simulated annealing, which begins with the plan of each family and the best so far, and changes batches, their order and
+replicas. 0 seconds: the plan is compared alone.
+real: steps of the plan and of (b) in turn, with a transformer that attends within each sequence, each with other lengths; the
+first steps are planned by times of single micro-batches, later ones by those of the first steps' timelines, and predictions are
+printed too.
 emulated: the same runtime, processes and messages with layers that sleep for the time of their sequences, whatever others
 compute on the machine.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
@@ -29,12 +31,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 from pipeloom.plan.step import FAMILIES_OF_STEPS, SequenceTime, plan_step
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.families import build
+from pipeloom.schedule.simulate import Makespans
 
 TIME = SequenceTime(0.0, 1 / 8192, 1 / 8192**2)
 LIMIT = 16384  # tokens of a micro-batch, or the longest sequence
@@ -114,6 +118,8 @@ def baseline(lengths: list[int], ranks: int, replicas: int, limit: int, *, by_to
 # -- beside a search -------------------------------------------------------------------------------------------------------
 
 Batches = list[list[int]]
+SEARCHED = Path(__file__).parent / "unequal.json"
+HEAT = 0.002  # the share by which a change makes the step longer at first, in the mean
 
 
 class Annealing:
@@ -124,11 +130,10 @@ class Annealing:
         self.numbers = random.Random(seed)
         self.times = [TIME.of(n) for n in lengths]
 
-    def span(self, batches: Batches) -> float:
+    def span(self, batches: Batches, limit: float = math.inf) -> float:
         """The makespan of one replica."""
-        schedule = _schedule(self.name, self.ranks, len(batches), self.chunks)
-        factors, stage = tuple(sum(self.times[at] for at in batch) for batch in batches), 1 / self.chunks
-        return simulate(schedule, Costs(stage, stage, stage, microbatch=factors)).makespan
+        makespans = _makespans(self.name, self.ranks, len(batches), self.chunks)
+        return makespans.of([sum(self.times[at] for at in batch) for batch in batches], limit)
 
     def changed(self, state: list[Batches], slowest: int) -> dict[int, Batches]:
         """Replica -> its micro-batches after a random change; {} for one that breaks the limit."""
@@ -157,19 +162,20 @@ class Annealing:
         too_long = any(sum(self.lengths[at] for at in batch) > self.limit for each in after.values() for batch in each)
         return {} if too_long or not all(after.values()) else after
 
-    def shortest(self, state: list[Batches], seconds: float) -> float:
+    def shortest(self, state: list[Batches], seconds: float) -> tuple[float, list[Batches]]:
         """The shortest step within so many seconds of this process."""
+        state = list(state)
         spans = [self.span(batches) for batches in state]
-        best, begin = max(spans), time.process_time()
+        best, begin = (max(spans), list(state)), time.process_time()
         while (spent := (time.process_time() - begin) / seconds) < 1:
             slowest = max(range(len(spans)), key=spans.__getitem__)
+            limit = spans[slowest] * (1 - HEAT * (1 - spent) * math.log(1 - self.numbers.random()))
             after = self.changed(state, slowest)
-            found = {at: self.span(batches) for at, batches in after.items()}
-            rise = max(found.values(), default=math.inf) / spans[slowest] - 1
-            if rise <= 0 or self.numbers.random() < math.exp(-rise / (0.01 * (1 - spent))):
+            found = {at: self.span(batches, limit) for at, batches in after.items()}
+            if max(found.values(), default=math.inf) < math.inf:
                 for at, batches in after.items():
                     state[at], spans[at] = batches, found[at]
-                best = min(best, max(spans))
+                best = min(best, (max(spans), list(state)), key=lambda each: each[0])
         return best
 
 
@@ -178,22 +184,53 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Any:
     return build(name, ranks, microbatches, chunks if chunks > 1 and name != "zbv" else None)
 
 
+@lru_cache(maxsize=512)
+def _makespans(name: str, ranks: int, microbatches: int, chunks: int) -> Makespans:
+    return Makespans(_schedule(name, ranks, microbatches, chunks), Costs(1 / chunks, 1 / chunks, 1 / chunks))
+
+
+def searched() -> dict[str, Any]:
+    """Setting -> the best of its searches so far."""
+    found: dict[str, Any] = json.loads(SEARCHED.read_text())
+    return found
+
+
 def beside_search(seconds: float, first: int, last: int) -> int:
-    """Print the plan over the best of the search for each setting; 1 where it is longer by more than 5 %."""
+    """Search each setting for so many seconds more and print the plan over the best so far; 1 where it is longer by 5 %.
+
+    A tenth of the time goes to each family, the rest to the two shortest steps. SEARCHED keeps the best and all CPU seconds.
+    """
     found = []
     for number, ((ranks, replicas, count), kind) in list(enumerate(product(SHAPES, KINDS)))[first:last]:
         lengths = lengths_of(kind, count, 2 * number)
         limit = max(LIMIT, *lengths)
         plan = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME)
-        best, by = plan.makespan, plan.family
-        for family in FAMILIES_OF_STEPS:
-            alone = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME, families=[family])
-            start = [[list(batch) for batch in each.microbatches] for each in alone.replicas]
-            search = Annealing(lengths, ranks, limit, family, number)
-            best, by = min((best, by), (search.shortest(start, seconds / len(FAMILIES_OF_STEPS)), family))
-        found.append(plan.makespan / best)
+        known = searched()
+        best = known.setdefault(str(number), {"seconds": 0.0, "makespan": math.inf})
+        if seconds:
+            planned = [[list(batch) for batch in each.microbatches] for each in plan.replicas]
+            runs = [(plan.makespan, planned, plan.family)]
+            for family in FAMILIES_OF_STEPS:
+                alone = plan_step(lengths, ranks, replicas, tokens=limit, time=TIME, families=[family])
+                state = [[list(batch) for batch in each.microbatches] for each in alone.replicas]
+                search = Annealing(lengths, ranks, limit, family, number)
+                runs.append((*search.shortest(state, seconds / 10), family))
+            if "family" in best:
+                runs.append((best["makespan"], best["replicas"], tuple(best["family"])))
+            runs.sort(key=lambda run: run[0])
+            for _, state, family in runs[:2]:
+                search = Annealing(lengths, ranks, limit, family, int(best["seconds"]))
+                runs.append((*search.shortest(state, seconds / 4), family))
+            makespan, state, family = min(runs, key=lambda run: run[0])
+            known[str(number)] = best = {
+                "seconds": best["seconds"] + seconds, "makespan": makespan, "family": family, "replicas": state
+            }  # fmt: skip
+            lines = (f'"{key}": {json.dumps(known[key], separators=(",", ":"))}' for key in sorted(known, key=int))
+            SEARCHED.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        found.append(plan.makespan / best["makespan"])
         print(
-            f"{number:2}  p {ranks}  dp {replicas}  {count:4} sequences  {kind:10}  {found[-1]:.3f}  {by[0]}",
+            f"{number:2}  p {ranks}  dp {replicas}  {count:4} sequences  {kind:10}  {found[-1]:.3f}  "
+            f"{plan.family[0]}, {best.get('family', ('',))[0]}, {best['seconds']:.0f} s",
             flush=True,
         )
     print(f"at most 1.02: {sum(each <= 1.02 for each in found)} of {len(found)}; the largest {max(found):.3f}")
@@ -483,9 +520,11 @@ def main() -> int:
             for by_tokens in (False, True)
         ]
         longer |= max(ratios) > 1
+        best = searched().get(str(number))
+        beside = f"{plan.makespan / best['makespan']:.3f} of searched  " if best else ""
         print(
             f"{number:2}  p {ranks}  dp {replicas}  {count:4} sequences  {kind:10}  "
-            f"{ratios[0]:.3f} of (a)  {ratios[1]:.3f} of (b)  "
+            f"{ratios[0]:.3f} of (a)  {ratios[1]:.3f} of (b)  {beside}"
             f"gap {100 * plan.gap:4.1f} %  {spent:5.2f} s, then {1000 * again:4.0f} ms  {plan.family[0]}",
             flush=True,
         )

@@ -2,8 +2,7 @@
 
 python examples/rl_loop.py, with all ranks in one process, or torchrun --nproc-per-node 2 examples/rl_loop.py
 
-The answers and their rewards are given: sampling them is another program's. The reference model runs forward only, through a
-pipeline of its own, on the same micro-batches.
+Answers and rewards are given. The reference model runs forward only, through a pipeline of its own, on the same micro-batches.
 """
 
 import os
@@ -16,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipeloom as pl
+from pipeloom.plan.step import SequenceTime
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 
 WORDS, WIDTH, PROMPT, LONGEST, TOKENS, KL, STEPS = 32, 32, 4, 96, 128, 0.1, 12
-FAMILY = ("zbv", 2)  # which stages are on which rank is fixed for the run; the number of micro-batches is not
+FAMILY, TIME = ("zbv", 2), SequenceTime(fixed=10)  # a micro-batch takes as long as 10 more tokens
 
 
 class Embedding(nn.Module):
@@ -93,7 +93,7 @@ def main() -> None:
         sampled = samples(step)
         mean = sum(reward for _, reward in sampled) / len(sampled)
         lengths = [len(words) - 1 for words, _ in sampled]
-        plan = pl.plan_step(lengths, ranks=2, tokens=TOKENS, families=[FAMILY], last=plan)
+        plan = pl.plan_step(lengths, ranks=2, tokens=TOKENS, time=TIME, families=[FAMILY], last=plan)
         mine = plan.replicas[0]
         batches = [pack(sampled, batch, mean) for batch in mine.microbatches]
         logits = reference.predict(microbatches=batches)  # on the rank with the last stage, which computes the loss

@@ -7,24 +7,40 @@ or packing them to equal micro-batches wastes time in a pipeline; here micro-bat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product, zip_longest
 from random import Random
+from typing import Any
 
 from pipeloom.errors import ArgumentError, CapacityError, UsageError
 from pipeloom.limits import of_annotated_types, require_positive, require_types, require_whole, whole_numbers
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.simulate import Makespans
 
 FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
-_SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5)  # times the fewest micro-batches that hold a replica's tokens
+_SHARES = (
+    1.0,
+    1.15,
+    1.35,
+    1.6,
+    2.0,
+    2.6,
+    3.5,
+    5.0,
+    7.0,
+    10.0,
+)  # times the fewest micro-batches that hold a replica's tokens
 _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
-_TRIES, _WARM_TRIES = 1500, 8  # simulated replicas while a plan is improved
-_TRIES_PER_SEQUENCE = 60  # at most
-_HEATS = (0.0, 0.03)  # shares by which a change may make a step longer at first
+_ROUNDS = (20, 300_000), (6, 1_200_000), (3, 4_000_000)  # plans that are improved, and the work on each
+_WARM_ROUNDS = ((1, 60_000),)
+_MANY = 96  # sequences; with fewer there is less to do
+_CHANGE = 100  # entries of schedules take as long as making a change,
+_MAKING = 30  # and so many as making one of a schedule
+_HEAT = 0.002
 _Batches = tuple[tuple[int, ...], ...]
 
 
@@ -157,39 +173,28 @@ def plan_step(
     step = _StepQuestion(
         tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most
     )
-    packings = (
-        list(product(_SHARES, range(3 if memory == math.inf else 4)))
-        if last is None
-        else list(dict.fromkeys(last.packings))[:_WARM]
-    )
-    best: StepPlan | None = None
-    for family in families if last is None else (last.family,):
-        plan = step.planned(family, [step.packed_in_all_ways(mine, packings) for mine in step.spread()])
-        if plan is not None:  # what a replica waits is work that others can take over
-            waits = [each.timeline.makespan - max(each.timeline.busy) for each in plan.replicas]
-            divided = step.spread([wait / step.unit for wait in waits])
-            again = step.planned(family, [step.packed_in_all_ways(mine, packings) for mine in divided])
-            plan = min((each for each in (plan, again) if each is not None), key=lambda each: each.makespan)
-        plans = [plan]
-        if last is None:
-            plans += [step.planned(family, [[each] for each in packing]) for packing in step.simple_packings()]
-        if last is None and len(lengths) <= _FEW:
-            ways = zip(*(step.packed_in_all_ways(mine, packings) for mine in step.spread()), strict=True)
-            different = {tuple(pack.batches for pack in way): way for way in ways}.values()
-            alike = (step.planned(family, [[pack] for pack in way]) for way in different)
-            plans += [step.improved(each, _TRIES) for each in alike if each is not None]
-        best = min((each for each in (best, *plans) if each is not None), key=lambda each: each.makespan, default=None)
-    if best is None and last is not None:  # its ways of packing serve none of these
+    orders = range(3 if memory == math.inf else 4)
+    groups: Iterable[Sequence[tuple[float, int]]]
+    if last is not None:
+        families, groups = (last.family,), [list(dict.fromkeys(last.packings))[:_WARM]]
+    elif len(lengths) <= _FEW:
+        groups = [[way] for way in product(_SHARES, orders)]
+    else:
+        groups = [*([(share, order) for order in orders] for share in _SHARES), list(product(_SHARES, orders))]
+    starts = [draft for family in families for ways in groups for draft in step.starts(family, ways)]
+    if last is None:
+        choices = [[[each] for each in packing] for packing in step.simple_packings()]
+        simple = (step.drafted(family, packs) for family in families for packs in choices)
+        starts += [draft for draft in simple if draft is not None]
+    if not starts and last is not None:  # its ways of packing serve none of these
         return plan_step(
             lengths, ranks, replicas, tokens=tokens, time=time, costs=costs, memory=memory, families=families
         )
-    if best is None:
+    if not starts:
         raise CapacityError(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
         )
-    if last is not None:
-        return step.improved(best, _WARM_TRIES)
-    return min((step.improved(best, _TRIES, heat) for heat in _HEATS), key=lambda each: each.makespan)
+    return step.plan(step.searched(starts, _ROUNDS if last is None else _WARM_ROUNDS))
 
 
 def simple_plans(
@@ -205,12 +210,12 @@ def simple_plans(
     _require(lengths, ranks, replicas, tokens)
     step = _StepQuestion(tuple(lengths), ranks, replicas, tokens, time, costs, math.inf, 2)
     packings = zip(("as they come", "by tokens"), step.simple_packings(), strict=True)
-    plans = [
-        (words, step.planned(family, [[each] for each in packing]))
+    drafts = [
+        (words, step.drafted(family, [[each] for each in packing]))
         for words, packing in packings
         for family in (("1f1b", 1), ("interleaved", 2))
     ]
-    return [(words, plan) for words, plan in plans if plan is not None]
+    return [(words, step.plan(draft)) for words, draft in drafts if draft is not None]
 
 
 def _require(lengths: Sequence[int], ranks: int, replicas: int, tokens: int) -> None:
@@ -237,6 +242,16 @@ class _Packed:
 
 
 @dataclass(frozen=True)
+class _Draft:
+    """A plan before its schedules are simulated in full; attributes as of `StepPlan`, replica -> its micro-batches."""
+
+    makespan: float
+    family: tuple[str, int]
+    replicas: tuple[_Batches, ...]
+    packings: tuple[tuple[float, int], ...]
+
+
+@dataclass
 class _StepQuestion:
     """The question for one step."""
 
@@ -248,6 +263,7 @@ class _StepQuestion:
     costs: Costs
     memory: float
     chunks: int  # the most of a rank
+    work: int = 0  # done for makespans so far (`Makespans.work`)
 
     @cached_property
     def times(self) -> list[float]:
@@ -324,82 +340,146 @@ class _StepQuestion:
             room[lightest] -= self.lengths[sequence]
         return [batch for batch in batches if batch]
 
-    def planned(self, family: tuple[str, int], choices: Sequence[Sequence[_Packed]]) -> StepPlan | None:
+    def starts(self, family: tuple[str, int], ways: Sequence[tuple[float, int]]) -> Iterator[_Draft]:
+        """Yield plans of these ways of packing: of replicas of equal time, and then with what a replica waits counted, too."""
+        draft = self.drafted(family, [self.packed_in_all_ways(mine, ways) for mine in self.spread()])
+        if draft is not None:
+            yield draft
+            timelines = [self.timeline(family, batches) for batches in draft.replicas]
+            # the time in which the busiest rank waits is work that others can take over
+            waits = [(each.makespan - max(each.busy)) / self.unit for each in timelines]
+            again = self.drafted(family, [self.packed_in_all_ways(mine, ways) for mine in self.spread(waits)])
+            if again is not None:
+                yield again
+
+    def drafted(self, family: tuple[str, int], choices: Sequence[Sequence[_Packed]]) -> _Draft | None:
         """The plan with this family and the best choice of each replica; None where one has none within the memory."""
-        plans: list[ReplicaPlan] = []
-        ways: list[tuple[float, int]] = []
+        choice: list[_Packed] = []
+        longest = 0.0
         for packs in choices:
-            runs = [(run, pack.way) for pack in packs if (run := self.replica(family, pack.batches)) is not None]
-            if not runs:
+            least = math.inf
+            for pack in packs:
+                span = self.span(family, pack.batches, least)
+                if span < least:
+                    least, best = span, pack
+            if least == math.inf:
                 return None
-            run, way = min(runs, key=lambda each: each[0].timeline.makespan)
-            plans.append(run)
-            ways.append(way)
-        return StepPlan(tuple(plans), max(each.timeline.makespan for each in plans), self.bound, family, tuple(ways))
+            choice.append(best)
+            longest = max(longest, least)
+        return _Draft(longest, family, tuple(each.batches for each in choice), tuple(each.way for each in choice))
 
     def seconds(self, batch: Sequence[int]) -> float:
         """The time of a micro-batch."""
-        return self.time.fixed + sum(self.times[at] for at in batch)
+        return self.time.fixed + sum(map(self.times.__getitem__, batch))
 
-    def replica(self, family: tuple[str, int], order: Sequence[tuple[int, ...]]) -> ReplicaPlan | None:
-        """A replica's step with micro-batches in this order; None where the family has no such size, or memory lacks."""
-        name, chunks = family
-        schedule = _schedule(name, self.ranks, len(order), chunks)
-        if schedule is None:
-            return None
-        tokens = tuple(sum(self.lengths[at] for at in batch) for batch in order)
-        shared = self.costs.resized(1 / chunks)
-        if math.isfinite(self.memory):
-            held = simulate(schedule, replace(Costs(activation=1 / chunks), microbatch=tuple(map(float, tokens))))
-            if max(held.peak_memory) > self.memory:
-                return None
-        times = tuple(self.seconds(batch) for batch in order)
-        return ReplicaPlan(tuple(order), tokens, simulate(schedule, replace(shared, microbatch=times)))
+    def sizes(self, batches: _Batches) -> tuple[int, ...]:
+        """The tokens of each micro-batch."""
+        return tuple(sum(map(self.lengths.__getitem__, batch)) for batch in batches)
 
-    def improved(self, plan: StepPlan, tries: int, heat: float = 0.0) -> StepPlan:
-        """The shortest plan in so many random changes of the slowest replica, without those that make it too long.
+    @cached_property
+    def makespans(self) -> dict[tuple[tuple[str, int], int], Makespans | None]:
+        """(family, micro-batches) -> makespans of its schedule, None where it has no such size; of those asked for so far."""
+        return {}
 
-        A change may make it longer by the share `heat` at first, and by less and less (threshold accepting).
+    def span(self, family: tuple[str, int], batches: _Batches, limit: float = math.inf) -> float:
+        """The time of a replica's step; infinite above the limit, where the family has no such size, and where memory lacks."""
+        key = family, len(batches)
+        if key not in self.makespans:
+            self.makespans[key] = makespans = _makespans(*family, self.ranks, len(batches), self.costs)
+            self.work += _MAKING * makespans.work if makespans is not None else 0
+        makespans = self.makespans[key]
+        if makespans is None:
+            return math.inf
+        makespan = makespans.of([self.seconds(batch) for batch in batches], limit)
+        self.work += makespans.work
+        if makespan < math.inf and self.memory < math.inf:
+            self.work += 12 * makespans.work
+            held = replace(Costs(activation=1 / family[1]), microbatch=tuple(map(float, self.sizes(batches))))
+            if max(simulate(makespans.schedule, held).peak_memory) > self.memory:
+                return math.inf
+        return makespan
+
+    def timeline(self, family: tuple[str, int], batches: _Batches) -> Timeline:
+        """A replica's step in full."""
+        makespans = self.makespans[family, len(batches)]
+        assert makespans is not None
+        return makespans.timeline([self.seconds(batch) for batch in batches])
+
+    def plan(self, draft: _Draft) -> StepPlan:
+        replicas = tuple(
+            ReplicaPlan(batches, self.sizes(batches), self.timeline(draft.family, batches))
+            for batches in draft.replicas
+        )
+        longest = max(each.timeline.makespan for each in replicas)
+        return StepPlan(replicas, longest, self.bound, draft.family, draft.packings)
+
+    def searched(self, starts: Iterable[_Draft], rounds: Iterable[tuple[int, int]]) -> _Draft:
+        """The shortest plan that changes make of these; each round does more work on fewer of them (successive halving)."""
+        share = min(1.0, len(self.lengths) / _MANY)
+        drafts = list({(draft.family, draft.replicas): draft for draft in starts}.values())
+        for count, work in rounds:
+            shortest = sorted(drafts, key=lambda draft: draft.makespan)[:count]
+            drafts = [self.improved(draft, share * work) for draft in shortest]
+        return min(drafts, key=lambda draft: draft.makespan)
+
+    def improved(self, draft: _Draft, work: float) -> _Draft:
+        """The shortest plan that random changes of the slowest replica lead to while so much work is done (`Makespans.work`).
+
+        A change may make the step longer, by the share _HEAT in the mean at first, and by less and less (simulated annealing).
         """
-        draw, plans, best = Random(0), list(plan.replicas), plan
-        tries = min(tries, _TRIES_PER_SEQUENCE * len(self.lengths))
-        for done in range(tries):
-            slowest = max(range(len(plans)), key=lambda at: plans[at].timeline.makespan)
-            changes = self.changed(draw, plans, slowest)
-            runs = {at: self.replica(plan.family, order) for at, order in changes.items()}
-            longest = max((math.inf if run is None else run.timeline.makespan for run in runs.values()), default=0.0)
-            if longest <= plans[slowest].timeline.makespan * (1 + heat * (1 - done / tries) ** 3):
-                plans = [runs.get(at) or each for at, each in enumerate(plans)]
-                makespan = max(each.timeline.makespan for each in plans)
-                if makespan <= best.makespan:
-                    best = replace(plan, replicas=tuple(plans), makespan=makespan)
+        draw, replicas, best = Random(0).random, list(draft.replicas), draft
+        spans = [self.span(draft.family, batches) for batches in replicas]
+        begun = self.work
+        while (done := (self.work - begun) / work) < 1:
+            longest = max(spans)
+            slowest = spans.index(longest)
+            limit = longest * (1 - _HEAT * (1 - done) * math.log(1 - draw()))
+            changes, after = self.changed(draw, replicas, slowest), {}
+            self.work += _CHANGE
+            for at, batches in changes.items():
+                after[at] = self.span(draft.family, batches, limit)
+                if after[at] == math.inf:
+                    break
+            else:
+                for at, batches in changes.items():
+                    replicas[at], spans[at] = batches, after[at]
+                if max(spans) < best.makespan:
+                    best = replace(draft, replicas=tuple(replicas), makespan=max(spans))
         return best
 
-    def changed(self, draw: Random, plans: Sequence[ReplicaPlan], slowest: int) -> dict[int, _Batches]:
+    def changed(self, draw: Callable[[], float], replicas: Sequence[_Batches], slowest: int) -> dict[int, _Batches]:
         """Replica -> its micro-batches after a random change: one moves or two exchange places; or a sequence moves, to one of
         its own too, or changes places with another, of this replica or of others. {}: the limit of tokens forbids it."""
-        mine, kind = [list(batch) for batch in plans[slowest].microbatches], draw.randrange(4)
+        mine: list[Any] = list(replicas[slowest])
+        kind = int(4 * draw())
         if kind < 2:
-            first, second = draw.randrange(len(mine)), draw.randrange(len(mine))
+            first, second = int(len(mine) * draw()), int(len(mine) * draw())
             if kind == 0:
                 mine.insert(second, mine.pop(first))
             else:
                 mine[first], mine[second] = mine[second], mine[first]
-            return {slowest: _kept(mine)}
-        other = draw.randrange(len(plans)) if kind == 2 else slowest
-        theirs = mine if other == slowest else [list(batch) for batch in plans[other].microbatches]
-        source = draw.choice(mine)
-        sequence = source.pop(draw.randrange(len(source)))
-        to = draw.randrange(len(theirs) + 1)
+            return {slowest: tuple(mine)} if first != second else {}
+        other = int(len(replicas) * draw()) if kind == 2 else slowest
+        theirs: list[Any] = mine if other == slowest else list(replicas[other])
+        at, to = int(len(mine) * draw()), int((len(theirs) + 1) * draw())
+        source = list(mine[at])
+        sequence = source.pop(int(len(source) * draw()))
+        mine[at] = source
         if to == len(theirs):
-            to = draw.randrange(len(theirs) + 1)
-            theirs.insert(to, [])
-        elif theirs[to] and draw.random() < 0.5:
-            source.append(theirs[to].pop(draw.randrange(len(theirs[to]))))
-        theirs[to].append(sequence)
-        after = {slowest: _kept(mine), other: _kept(theirs)}
-        sizes = [sum(self.lengths[at] for at in batch) for batches in after.values() for batch in batches]
-        return after if all(after.values()) and max(sizes) <= self.tokens else {}
+            theirs.insert(int((len(theirs) + 1) * draw()), target := [])
+        elif theirs is mine and to == at:
+            return {}
+        else:
+            theirs[to] = target = list(theirs[to])
+            if draw() < 0.5:
+                source.append(target.pop(int(len(target) * draw())))
+        target.append(sequence)
+        if max(sum(map(self.lengths.__getitem__, batch)) for batch in (source, target)) > self.tokens:
+            return {}
+        after = {
+            at: tuple(tuple(batch) for batch in batches if batch) for at, batches in ((slowest, mine), (other, theirs))
+        }
+        return after if all(after.values()) else {}
 
     @cached_property
     def bound(self) -> float:
@@ -417,10 +497,6 @@ class _StepQuestion:
         return max(work + first, longest)
 
 
-def _kept(batches: Iterable[Sequence[int]]) -> _Batches:
-    return tuple(tuple(batch) for batch in batches if batch)
-
-
 def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list[tuple[int, ...]]]:
     """Orders to try: the shortest at both ends of the step, where the pipeline fills and drains; falling; rising; and long beside
     short ones, which a rank holds at the same time."""
@@ -430,9 +506,11 @@ def _orders(batches: list[tuple[int, ...]], times: Sequence[float]) -> list[list
     return [[*rising[::2], *rising[1::2][::-1]], rising[::-1], rising, mixed]
 
 
-@lru_cache(maxsize=512)
-def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule | None:
+@lru_cache(maxsize=128)
+def _makespans(name: str, chunks: int, ranks: int, microbatches: int, costs: Costs) -> Makespans | None:
+    """Of a family's schedule, with costs of 1/p of the model; None where it has no such size."""
     try:
-        return build(name, ranks, microbatches, chunks if chunks > 1 and name != "zbv" else None)
+        schedule = build(name, ranks, microbatches, chunks if chunks > 1 and name != "zbv" else None)
     except UsageError:
         return None
+    return Makespans(schedule, costs.resized(1 / chunks))

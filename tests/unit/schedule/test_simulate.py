@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+import random
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from pipeloom.schedule import Costs, Schedule, Timeline, lower_bound, period, si
 from pipeloom.schedule.actions import TIMES as NAMES_OF_TIMES
 from pipeloom.schedule.costs import StageCosts
 from pipeloom.schedule.families import FAMILIES, build
+from pipeloom.schedule.simulate import Makespans
+from pipeloom.schedule.slices import cut_sequences
 from pipeloom.schedule.transforms import transformed, unpair
 
 
@@ -251,3 +254,30 @@ def test_figures_of_a_measured_timeline_that_starts_late_and_ends_early() -> Non
     assert timeline.bubble_rate == pytest.approx((9 + 2) / 26)
     ends = ((7.0, 15.0), (8.0, 18.0))
     assert Timeline(schedule, Costs(), starts, ends).span_bubble_rate == pytest.approx(1 - 10 / 11)
+
+
+HOPS = Costs((1, 2, 1, 3), 1.5, (0.5, 0.2, 0.7, 1), p2p=0.25, message=3, bandwidth=10)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs"),
+    [
+        *(
+            (build(name, 4, 8), Costs(0.5, 1.0, 0.75))
+            for name in ("gpipe", "1f1b", "zb-h1", "zbv", "interleaved", "dualpipev")
+        ),
+        (build("zb-h1", 4, 9), HOPS),
+        (build("zb-h1", 4, 9), replace(HOPS, sends="rendezvous")),
+        (cut_sequences(build("1f1b", 4, 5), 2), Costs(p2p=0.25)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Schedule) else "",
+)
+def test_makespans_are_those_of_timelines(schedule: Schedule, costs: Costs) -> None:
+    makespans = Makespans(schedule, costs)
+    for seed in range(3):
+        numbers = random.Random(seed)
+        factors = [numbers.uniform(0.1, 3) for _ in range(schedule.microbatches)]
+        expected = simulate(schedule, replace(costs, microbatch=tuple(factors))).makespan
+        assert makespans.of(factors) == makespans.of(factors, expected) == pytest.approx(expected, rel=1e-12)
+        assert makespans.of(factors, 0.999 * expected) == math.inf
+        assert makespans.timeline(factors).makespan == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ class PlannedBatch(NamedTuple):
 class StepPlanner:
     """Divides the documents of each batch among replicas and micro-batches; the same batch gives the same plan in every run.
 
-    A document's time is in proportion to its operations. The plan of the run's first batch tells later ones how many
+    A document's time is in proportion to its operations; a micro-batch takes a hundredth of a full one's besides, so that there
+    are more only where they shorten the step. The plan of the run's first batch tells later ones how many
     micro-batches to try, also in a run that is resumed.
 
     Args:
@@ -58,7 +60,8 @@ class StepPlanner:
         self._family = canonical_name(config.schedule.name), chunks
         once, twice = (training_flops(shape, count * train.seq_len, 1) for count in (1, 2))
         square = (twice - 2 * once) / (2 * train.seq_len**2)
-        self._time = SequenceTime(linear=once / train.seq_len - square * train.seq_len, square=square)
+        time = SequenceTime(linear=once / train.seq_len - square * train.seq_len, square=square)
+        self._time = replace(time, fixed=time.of(self._tokens) / 100)
         self._first = self._planned(lengths_of(documents_of(first)), None)
 
     @property
