@@ -103,3 +103,9 @@ def test_a_name_that_became_internal_works_and_warns() -> None:
         assert getattr(pipeline, name) == getattr(pipeline, f"_{name}")
     with pytest.raises(AttributeError, match="'LocalPipeline' object has no attribute 'distribute'"):
         getattr(pipeline, name[:-1])
+
+
+def test_transport_of_check_warns_its_caller() -> None:
+    with pytest.warns(DeprecationWarning, match=r"transport= of check has no effect and goes in 0\.4") as warned:
+        pl.check(GPIPE, transport="batched")
+    assert warned[0].filename == __file__

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from pipeloom.cli.options import CostFlags, SendFlags, argument, bytes_with, flag, with_options
 from pipeloom.cli.output import emit, json_flag
 from pipeloom.errors import ScheduleError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.check import CheckedTransport
 from pipeloom.schedule.costs import DEVICE, HOST_MEMORY
 from pipeloom.schedule.files import load
 from pipeloom.schedule.simulate import worst_peaks
@@ -22,8 +23,8 @@ def command(
     *,
     file: str = argument(..., "FILE", "A schedule in CSV or JSON format."),
     receive_depth: int | None = flag(None, "N", "Check that N open receives per channel suffice."),
-    transport: Literal["individual", "batched"] = flag(
-        "individual", None, "Also check the message order of this transport."
+    transport: CheckedTransport | None = flag(
+        None, None, "Without effect, and gone in 0.4: FILE runs with every transport."
     ),
     costs: Path | None = flag(None, "FILE", "Costs with bytes, for the limits of memory."),
     memory: str | None = flag(None, "GIB", "Check that 20 or 20GiB per device suffice."),
@@ -38,7 +39,11 @@ def command(
     The exit code is 0 if every rank can run FILE to its end, 3 (with the reason) if not, and 2 if FILE cannot be read.
     """
     schedule = load(file)
-    check(schedule, receive_depth=receive_depth, transport=transport)
+    if transport is not None:
+        print(
+            "--transport has no effect and goes in 0.4; a file that passes runs with every transport", file=sys.stderr
+        )
+    check(schedule, receive_depth=receive_depth)
     sending.of(schedule)
     _require_memory(schedule, costs, sending, {"--memory": memory, "--host-memory": host_memory})
     peaks = worst_peaks(schedule)

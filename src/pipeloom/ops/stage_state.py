@@ -51,13 +51,13 @@ class StageState:
 
     def swap_out(self) -> None:
         """Undo `swap_in`."""
-        outside, drawn, random_states = self._outside.pop()
+        outside, drawn, others = self._outside.pop()
         for part, attributes in zip(self._parts, outside, strict=True):
             part.module.__dict__.clear()
             part.module.__dict__.update(attributes)
         for (generator, _), state in zip(self._generators(), drawn, strict=True):
             generator.set_state(state)
-        set_random_states(random_states)
+        set_random_states(others)
 
     @torch.no_grad()
     def restore(self) -> None:

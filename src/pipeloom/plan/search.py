@@ -333,7 +333,7 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
     """The layouts of `request`, ranked. Raises UsageError where no layout exists for so many devices.
 
     Branch and bound: layouts are estimated in the order of their work, and predicted in that of their estimated seconds, a lower
-    bound but for `LONG`, until the next one is above the best prediction. So more memory, devices' memory or space gives no
+    bound but for `too_long`, until the next one is above the best prediction. So more memory, devices' memory or space gives no
     slower layout where estimates hold.
 
     >>> from pipeloom import plan
@@ -394,11 +394,11 @@ def _until_best(
     Of layouts that do not fit, as few blocks of each stage are recomputed as do: the fewest with which they may by their
     estimates, and with which they should, and then as many as the bytes of the predictions leave room for.
 
-    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. One
-    with other micro-batches and slices than one that fits is left out if it is estimated to take longer and more bytes. A step
-    takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts, such as those
-    with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer than `LONG`
-    allows: one of these may be missed though it is the fastest.
+    Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A
+    layout is left out if one that fits, with other micro-batches and slices alone, is estimated to take less time and no more
+    bytes. A step takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts,
+    such as those with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer
+    than `LONG` allows: one of these may be missed though it is the fastest.
 
     Args:
         best: seconds of the fastest prediction before.
@@ -416,9 +416,8 @@ def _until_best(
     exact: dict[PlannedLayout, float] = {}
     partial: dict[PlannedLayout, _Partial] = {}
     tried: dict[PlannedLayout, list[Estimate]] = {}
-    fitted: dict[
-        PlannedLayout, float
-    ] = {}  # layout but for its micro-batches and slices -> the least bytes of an estimate
+    # a layout that fits, whatever its micro-batches and slices -> the least of its estimated bytes
+    fitted: dict[PlannedLayout, float] = {}
     while queue and queue[0][0] < long * best:
         *_, each = heappop(queue)
         if isinstance(each, PlannedLayout):

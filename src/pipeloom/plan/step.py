@@ -21,26 +21,16 @@ from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.simulate import Makespans
 
 FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
-_SHARES = (
-    1.0,
-    1.15,
-    1.35,
-    1.6,
-    2.0,
-    2.6,
-    3.5,
-    5.0,
-    7.0,
-    10.0,
-)  # times the fewest micro-batches that hold a replica's tokens
+# Times the fewest micro-batches that hold a replica's tokens.
+_SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0, 7.0, 10.0)
 _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
 _ROUNDS = (20, 300_000), (6, 1_200_000), (3, 4_000_000)  # plans that are improved, and the work on each
 _WARM_ROUNDS = ((1, 60_000),)
 _MANY = 96  # sequences; with fewer there is less to do
-_CHANGE = 100  # entries of schedules take as long as making a change,
-_MAKING = 30  # and so many as making one of a schedule
-_HEAT = 0.002
+_CHANGE = 100  # work of making a change, in entries of a makespan
+_MAKING = 30  # work of building an entry of a schedule, in the same
+_HEAT = 0.002  # share by which a change may at first make a step longer, in the mean
 _Batches = tuple[tuple[int, ...], ...]
 
 
@@ -435,7 +425,7 @@ class _StepQuestion:
     def improved(self, draft: _Draft, work: float) -> _Draft:
         """The shortest plan that random changes of the slowest replica lead to while so much work is done (`Makespans.work`).
 
-        A change may make the step longer, by the share _HEAT in the mean at first, and by less and less (simulated annealing).
+        A change may make the step longer, by the share `_HEAT` in the mean at first, and by less and less (simulated annealing).
         """
         draw, replicas, best = Random(0).random, list(draft.replicas), draft
         spans = [self.span(draft.family, batches) for batches in replicas]

@@ -451,12 +451,12 @@ def exposed(timeline: Timeline, of_stage: Sequence[tuple[float, float, int]]) ->
     stride, none = schedule._kind_stride, schedule._no_action
     forwards = [kind.is_forward and not kind.vocabulary for kind in schedule.kinds]
     weights = [WEIGHT_GRADIENT in kind.produces for kind in schedule.kinds]
-    for rank, times in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
+    for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         first: dict[int, tuple[float, float]] = {}
         last: dict[int, tuple[float, float]] = {}
-        for codes, start, end in zip(zip(*schedule._split_entries(rank), strict=True), *times, strict=True):
-            for code in codes if codes[1] != none else codes[:1]:
-                number, place = divmod(code, stride)
+        for code, backward, start, end in zip(*schedule._split_entries(rank), starts, ends, strict=True):
+            for each in (code,) if backward == none else (code, backward):
+                number, place = divmod(each, stride)
                 if forwards[number]:
                     first.setdefault(place // schedule.units, (start, end))
                 if weights[number]:

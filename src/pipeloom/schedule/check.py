@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import reduce
@@ -47,7 +48,7 @@ def check(
     schedule: Schedule,
     *,
     receive_depth: int | None = None,
-    transport: CheckedTransport = "individual",
+    transport: CheckedTransport | None = None,
     sends: Sends = "free",
     training: bool = False,
 ) -> None:
@@ -62,10 +63,16 @@ def check(
     least `smallest_depths` receives open, so the individual transport adds no cycle of its own; a smaller `receive_depth` given
     here is refused by name. The batched transport does add order (a batch ends when both ends of all its messages have reached
     it, and a rank runs its batches one after another), but its batches are formed so that this adds no deadlock to any schedule
-    (`schedule/batched_p2p.py`): the result is the same for every `transport`.
+    (`schedule/batched_p2p.py`). So the result is the same for every transport; `transport` has no effect, warns, and goes in 0.4.
 
     Time is linear in the number of actions.
     """
+    if transport is not None:
+        warnings.warn(
+            "transport= of check has no effect and goes in 0.4; a schedule that passes runs with every transport",
+            DeprecationWarning,
+            stacklevel=4,
+        )
     if training and schedule.forwards_alone:
         raise ScheduleError(f"{schedule.name}, of forwards alone, has no backward, and a training step needs one")
     _check_actions(schedule)

@@ -82,9 +82,8 @@ class Makespans:
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.schedule, self.costs, self.work = schedule, costs, schedule.actions
-        self.entries: list[tuple[int, int, int]] | None = (
-            None  # (rank, number of the entry waited for, column of times)
-        )
+        # (rank, number of the entry waited for, column of times)
+        self.entries: list[tuple[int, int, int]] | None = None
         special = schedule.has_pairs or schedule.has_queues or schedule.slices > 1 or bool(schedule.tensors)
         if special or costs.sends != "free":
             self.work *= 12

@@ -23,7 +23,7 @@ _MOST_LETTERS = 2 * MOST_LAYERS  # letters of the text written out: layers, and 
 
 
 def even_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """`total` in `parts` as even as possible, larger ones first: micro-batch i gets total // parts, and one more if
+    """Return `total` in `parts` as even as possible, larger ones first: part i gets total // parts, and one more if
     i < total % parts."""
     base, larger = divmod(total, parts)
     return (base + 1,) * larger + (base,) * (parts - larger)

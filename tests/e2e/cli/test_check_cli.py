@@ -31,7 +31,7 @@ def test_a_good_file_is_one_sentence(pipeloom: Run) -> None:
     assert found == {"ok": True, "name": "interleaved", **sizes, "worst_peaks": [11, 9, 7, 5]}
 
 
-def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Path) -> None:
+def test_the_receive_depth_reaches_the_proof(pipeloom: Run, tmp_path: Path) -> None:
     """Rank 1 uses micro-batch 1 before 0, so that two receives must be open at once."""
     path = tmp_path / "swapped.csv"
     path.write_text("0F0,0F1,0B1,0B0\n1F1,1F0,1B1,1B0\n")
@@ -40,6 +40,13 @@ def test_receive_depth_and_transport_reach_the_proof(pipeloom: Run, tmp_path: Pa
     assert ended.code == 3
     assert "receive depth 1 deadlocks" in ended.err
     assert pipeloom(f"check {path} --receive-depth 2").code == 0
+
+
+def test_a_transport_makes_no_difference_and_the_option_says_that_it_goes(pipeloom: Run) -> None:
+    path = GOLDEN / "interleaved.csv"
+    plain, ended = pipeloom(f"check {path}"), pipeloom(f"check {path} --transport batched")
+    assert (ended.code, ended.out) == (0, plain.out)
+    assert ended.err == "--transport has no effect and goes in 0.4; a file that passes runs with every transport\n"
 
 
 def test_paper_rounds_are_refused_from_a_file(tmp_path: Path) -> None:

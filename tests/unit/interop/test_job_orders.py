@@ -42,6 +42,7 @@ def test_the_gain_and_the_files_are_of_one_schedule(tmp_path: Path) -> None:
     planner = Planner(job.shape, load_device("h100"), RUNTIMES["torchtitan"])
     predicted = planner.with_schedule(replace(job.layout, schedule="zbv"), schedule)
     assert predicted.step.total == pytest.approx(best["step_seconds"], rel=1e-9)
+    assert best["layout"].endswith(",schedule=zbv,cut=balanced (own order)")
     assert predicted.step.total < planner.predict(replace(job.layout, schedule="zbv")).step.total
     assert predicted.peak <= load_device("h100").memory
 

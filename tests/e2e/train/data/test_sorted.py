@@ -128,3 +128,5 @@ def test_what_does_not_go_with_sorted_documents_is_refused(tmp_path: Path) -> No
         resolve(config(tmp_path, source=[source, source], weights=[1, 2], documents="sort"))
     with pytest.raises(ConfigError, match=r'data.sampling = "anywhere": .*nearest: "shuffle-then-split"'):
         resolve(config(tmp_path, source=source, sampling="anywhere", documents="sort"))
+    with pytest.raises(ConfigError, match=r'data.documents = "sort": the shortest batches have too few tokens to cut'):
+        resolve(config(tmp_path, source=source, documents="sort", schedule__slices=2))
