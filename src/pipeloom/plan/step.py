@@ -337,9 +337,8 @@ class _StepQuestion:
         draft = self.drafted(family, [self.packed_in_all_ways(mine, ways) for mine in self.spread()])
         if draft is not None:
             yield draft
-            timelines = [self.timeline(family, batches) for batches in draft.replicas]
-            # the time in which the busiest rank waits is work that others can take over
-            waits = [(each.makespan - max(each.busy)) / self.unit for each in timelines]
+            # the time in which a rank waits is work that others can take over
+            waits = [self.span(family, each) / self.unit - sum(map(self.seconds, each)) for each in draft.replicas]
             again = self.drafted(family, [self.packed_in_all_ways(mine, ways) for mine in self.spread(waits)])
             if again is not None:
                 yield again
