@@ -43,6 +43,7 @@ from models import batch, mse
 from one_process import Plain
 from pipeloom.errors import ConfigError, PipeloomError, UsageError, VerifyError
 from pipeloom.runtime import Layer, LocalPipeline, RuntimeOptions
+from pipeloom.runtime.verify import _rolled
 from pipeloom.schedule.sharding import shard
 
 Make = Callable[[], Sequence[Callable[[], nn.Module]]]
@@ -224,3 +225,11 @@ def test_parameters_of_two_layers_have_two_names() -> None:
         LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse)
     layers[1] = Layer("a.1", layers[1].build)
     LocalPipeline(layers, pl.schedules.one_f_one_b(2, 4), loss=mse)
+
+
+def test_another_micro_batch_has_the_same_values_beside_its_rows() -> None:
+    rows, weights = torch.arange(6.0).reshape(3, 2), torch.arange(2.0)
+    moved = _rolled({"x": [rows], "weights": weights, "scale": torch.tensor(2.0), "name": "x"}, 3, 1)
+    assert moved["x"][0].tolist() == [[4, 5], [0, 1], [2, 3]]
+    assert moved["weights"] is weights
+    assert (moved["scale"], moved["name"]) == (2, "x")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeloom.errors import ConfigError, UsageError
+from pipeloom.errors import ConfigError, UsageError, first_line
 from pipeloom.models.hf.context import spread_attention
 from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import (
@@ -54,7 +54,8 @@ def cut(
         raise ConfigError(f"{name} cannot be cut into layers: {error}") from error
     except Exception as error:
         raise ConfigError(
-            f"{name} cannot be cut into layers: its forward fails without its decoder layers ({_first_line(error)})"
+            f"{name} cannot be cut into layers: its forward fails without its decoder layers "
+            f"({type(error).__name__}: {first_line(error)[:200]})"
         ) from error
 
 
@@ -376,11 +377,6 @@ class Cut:
         if any(each is logits for each in put_out):
             self.head = next(name for name, part in shell.named_modules() if part is head)
         return tuple(logits.shape[:-1])
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _trunk(model: Any) -> tuple[str, nn.ModuleList]:
