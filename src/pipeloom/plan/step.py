@@ -25,12 +25,12 @@ FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleave
 _SHARES = (1.0, 1.15, 1.35, 1.6, 2.0, 2.6, 3.5, 5.0, 7.0, 10.0)
 _WARM = 3  # ways of packing that a plan takes over from the last one
 _FEW = 6  # sequences of a step, of which every way to pack them is improved
-_ROUNDS = (20, 300_000), (6, 1_200_000), (3, 4_000_000)  # plans that are improved, and the work on each
-_WARM_ROUNDS = ((1, 60_000),)
+SEARCH_ROUNDS = (20, 300_000), (6, 1_200_000), (3, 4_000_000)  # plans that are improved, and the work on each
+WARM_ROUNDS = ((1, 60_000),)
 _MANY = 96  # sequences; with fewer there is less to do
 _CHANGE = 100  # work of making a change, in entries of a makespan
 _MAKING = 30  # work of building an entry of a schedule, in the same
-_HEAT = 0.002  # share by which a change may at first make a step longer, in the mean
+HEAT = 0.002  # share by which a change may at first make a step longer, in the mean
 _Batches = tuple[tuple[int, ...], ...]
 
 
@@ -160,7 +160,7 @@ def plan_step(
     if time.fixed + time.of(1) <= 0:
         raise UsageError(f"time={time}: a micro-batch takes no time; nearest: {SequenceTime()}")
     most = max(chunks for _, chunks in families)
-    step = _StepQuestion(
+    step = StepQuestion(
         tuple(lengths), ranks, replicas, tokens, time, costs if costs is not None else Costs(), memory, most
     )
     orders = range(3 if memory == math.inf else 4)
@@ -185,8 +185,8 @@ def plan_step(
             f"no plan of {len(lengths)} sequences keeps {memory:g} tokens on a rank; the longest has {max(lengths)}"
         )
     if last is not None:
-        return step.plan(step.searched(starts, _WARM_ROUNDS))
-    return step.plan(step.with_its_packings(step.searched(starts, _ROUNDS)))
+        return step.plan(step.searched(starts, WARM_ROUNDS))
+    return step.plan(step.with_its_packings(step.searched(starts, SEARCH_ROUNDS)))
 
 
 def simple_plans(
@@ -200,7 +200,7 @@ def simple_plans(
 ) -> list[tuple[str, StepPlan]]:
     """Return plans of two packings, "as they come" and "by tokens", with 1F1B and interleaving; arguments as of `plan_step`."""
     _require(lengths, ranks, replicas, tokens)
-    step = _StepQuestion(tuple(lengths), ranks, replicas, tokens, time, costs, math.inf, 2)
+    step = StepQuestion(tuple(lengths), ranks, replicas, tokens, time, costs, math.inf, 2)
     packings = zip(("as they come", "by tokens"), step.simple_packings(), strict=True)
     drafts = [
         (words, step.drafted(family, [[each] for each in packing]))
@@ -244,7 +244,7 @@ class _Draft:
 
 
 @dataclass
-class _StepQuestion:
+class StepQuestion:
     """The question for one step."""
 
     lengths: tuple[int, ...]
@@ -424,7 +424,7 @@ class _StepQuestion:
     def improved(self, draft: _Draft, work: float) -> _Draft:
         """The shortest plan that random changes of the slowest replica lead to while so much work is done (`Makespans.work`).
 
-        A change may make the step longer, by the share `_HEAT` in the mean at first, and by less and less (simulated annealing).
+        A change may make the step longer, by the share `HEAT` in the mean at first, and by less and less (simulated annealing).
         """
         draw, replicas, best = Random(0).random, list(draft.replicas), draft
         spans = [self.span(draft.family, batches) for batches in replicas]
@@ -432,7 +432,7 @@ class _StepQuestion:
         while (done := (self.work - begun) / work) < 1:
             longest = max(spans)
             slowest = spans.index(longest)
-            limit = longest * (1 - _HEAT * (1 - done) * math.log(1 - draw()))
+            limit = longest * (1 - HEAT * (1 - done) * math.log(1 - draw()))
             changes, after = self.changed(draw, replicas, slowest), {}
             self.work += _CHANGE
             for at, batches in changes.items():

@@ -237,7 +237,7 @@ def test_replicas_exchange_sequences() -> None:
 
 def test_a_replica_that_waits_more_starts_with_less_work() -> None:
     lengths = tuple(lengths_of(24, 1.5, 4096, 2))
-    question = step._StepQuestion(lengths, 4, 2, 4096, ATTENTION, pl.Costs(), math.inf, 1)
+    question = step.StepQuestion(lengths, 4, 2, 4096, ATTENTION, pl.Costs(), math.inf, 1)
     equal, less = question.starts(("1f1b", 1), [(1.0, 0)])
     assert less.makespan < 0.993 * equal.makespan
 
@@ -249,25 +249,25 @@ ANSWERS = [806, 659, 188, 122, 239, 181, 702, 140, 210, 362, 1053, 228]
 def test_changes_may_lead_over_slightly_longer_steps(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = lengths_of(10, 1.0, 8192, 3)
     plan = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    monkeypatch.setattr(step, "_HEAT", heat)
+    monkeypatch.setattr(step, "HEAT", heat)
     other = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
     assert plan.makespan < 0.9995 * other.makespan
 
 
-@pytest.mark.parametrize("rounds", [step._ROUNDS[:1], step._ROUNDS[2:]])
+@pytest.mark.parametrize("rounds", [step.SEARCH_ROUNDS[:1], step.SEARCH_ROUNDS[2:]])
 def test_many_plans_are_improved_and_few_of_them_further(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = lengths_of(16, 1.5, 8192, 1)
     plan = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    monkeypatch.setattr(step, "_ROUNDS", rounds)
+    monkeypatch.setattr(step, "SEARCH_ROUNDS", rounds)
     other = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
     assert plan.makespan < 0.999 * other.makespan
 
 
 @pytest.mark.parametrize("work", [100_000, 1_000_000])
 def test_a_longer_step_on_the_way_is_not_kept(work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "_HEAT", 9.0)
+    monkeypatch.setattr(step, "HEAT", 9.0)
     plans = []
     for each in (1e-9, work):
-        monkeypatch.setattr(step, "_ROUNDS", ((1, each),))
+        monkeypatch.setattr(step, "SEARCH_ROUNDS", ((1, each),))
         plans.append(plan_step(ANSWERS, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)]))
     assert plans[1].makespan <= plans[0].makespan
