@@ -23,6 +23,7 @@ from pipeloom.cli import main
 from pipeloom.train.workers import launch
 
 _FORK = get_context("fork")
+_INSTALLED = sys.prefix, str(Path(__file__).resolve().parents[2])  # a clone may itself be in the temporary folder
 
 
 class _Process:
@@ -143,8 +144,9 @@ def _work(words: list[str], environment: dict[str, str], out: int, err: int, pre
     sys.stdin = open(os.devnull)  # noqa: SIM115
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", 1) for number in (1, 2))
     torch.set_num_threads(1)
-    for name in [name for name, module in sys.modules.items() if gettempdir() in str(getattr(module, "__file__", ""))]:
-        del sys.modules[name]  # of another test's folder
+    for name, file in [(name, str(getattr(module, "__file__", ""))) for name, module in sys.modules.items()]:
+        if gettempdir() in file and not file.startswith(_INSTALLED):
+            del sys.modules[name]  # of another test's folder
     prepare()
     if words[:1] == ["python"]:
         sys.path.insert(0, str(Path(words[1]).parent))
