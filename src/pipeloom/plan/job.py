@@ -62,10 +62,9 @@ class Job:
     @property
     def order(self) -> Schedule | None:
         """The schedule of the file that the layout names; None: it names a family. Raises as `load`."""
-        path = self.layout.schedule
-        return (
-            _loaded(path, Path(path).stat().st_mtime_ns if Path(path).is_file() else 0) if names_a_file(path) else None
-        )
+        path = Path(self.layout.schedule)
+        modified = path.stat().st_mtime_ns if path.is_file() else 0
+        return _loaded(self.layout.schedule, modified) if names_a_file(self.layout.schedule) else None
 
 
 @lru_cache(maxsize=8)

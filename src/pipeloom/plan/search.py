@@ -445,7 +445,7 @@ def _until_best(
             exact[twin] = seconds / each.seconds
             short[schedule] = min(short.get(schedule, math.inf), seconds / each.seconds)
             if fits:
-                best, fitted[cut] = min(best, seconds), min(fitted.get(cut, math.inf), each.memory)
+                best, fitted[cut] = min(best, seconds), each.memory
             yield prediction
             if layout.recompute_layers:
                 whole = replace(layout, recompute_layers=0)

@@ -18,7 +18,7 @@ from pipeloom.errors import ArgumentError, CapacityError, UsageError
 from pipeloom.limits import of_annotated_types, require_positive, require_types, require_whole, whole_numbers
 from pipeloom.schedule import Costs, Schedule, Timeline, simulate
 from pipeloom.schedule.families import FAMILIES, build
-from pipeloom.schedule.simulate import Makespans
+from pipeloom.schedule.simulate import SIMULATED, Makespans
 
 FAMILIES_OF_STEPS = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4), ("zbv", 2))
 # Times the fewest micro-batches that hold a replica's tokens.
@@ -384,7 +384,7 @@ class StepQuestion:
         makespan = makespans.of([self.seconds(batch) for batch in batches], limit)
         self.work += makespans.work
         if makespan < math.inf and self.memory < math.inf:
-            self.work += 12 * makespans.work
+            self.work += SIMULATED * makespans.work
             held = replace(Costs(activation=1 / family[1]), microbatch=tuple(map(float, self.sizes(batches))))
             if max(simulate(makespans.schedule, held).peak_memory) > self.memory:
                 return math.inf

@@ -70,6 +70,9 @@ def period(schedule: Schedule, costs: Costs | None = None, limit: int = 64, *, o
     return max(now - then for now, then in zip(history[-1], history[half], strict=True)) / (len(history) - 1 - half)
 
 
+SIMULATED = 12  # times as long as the makespan alone `simulate` takes
+
+
 class Makespans:
     """The makespans of one schedule for other factors of its micro-batches (`Costs.microbatch`), one after the other.
 
@@ -86,7 +89,7 @@ class Makespans:
         self.entries: list[tuple[int, int, int]] | None = None
         special = schedule.has_pairs or schedule.has_queues or schedule.slices > 1 or bool(schedule.tensors)
         if special or costs.sends != "free":
-            self.work *= 12
+            self.work *= SIMULATED
             return
         units, graph = schedule.units, Graph.of(schedule, full=True)
         whole, none = (weights_of(schedule, replace(costs, microbatch=(factor,) * units)) for factor in (1.0, 0.0))

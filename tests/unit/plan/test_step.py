@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -245,22 +245,22 @@ def test_a_replica_that_waits_more_starts_with_less_work() -> None:
 ANSWERS = [806, 659, 188, 122, 239, 181, 702, 140, 210, 362, 1053, 228]
 
 
+def of_changed(name: str, value: Any, lengths: Sequence[int], monkeypatch: pytest.MonkeyPatch) -> float:
+    """The makespan over that with another value of a constant of the search."""
+    plan = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
+    monkeypatch.setattr(step, name, value)
+    other = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
+    return plan.makespan / other.makespan
+
+
 @pytest.mark.parametrize("heat", [0.0, 0.03])
 def test_changes_may_lead_over_slightly_longer_steps(heat: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = lengths_of(10, 1.0, 8192, 3)
-    plan = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    monkeypatch.setattr(step, "HEAT", heat)
-    other = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    assert plan.makespan < 0.9995 * other.makespan
+    assert of_changed("HEAT", heat, lengths_of(10, 1.0, 8192, 3), monkeypatch) < 0.9995
 
 
 @pytest.mark.parametrize("rounds", [step.SEARCH_ROUNDS[:1], step.SEARCH_ROUNDS[2:]])
 def test_many_plans_are_improved_and_few_of_them_further(rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = lengths_of(16, 1.5, 8192, 1)
-    plan = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    monkeypatch.setattr(step, "SEARCH_ROUNDS", rounds)
-    other = plan_step(lengths, 4, tokens=8192, time=ATTENTION, families=[("1f1b", 1)])
-    assert plan.makespan < 0.999 * other.makespan
+    assert of_changed("SEARCH_ROUNDS", rounds, lengths_of(16, 1.5, 8192, 1), monkeypatch) < 0.999
 
 
 @pytest.mark.parametrize("work", [100_000, 1_000_000])
