@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -49,7 +50,8 @@ from pipeloom.plan.search import limits_of_source, neighbouring
 from pipeloom.schedule.json_form import to_json
 from pipeloom.shapes.cut import parse_stages
 from pipeloom.shapes.decoder import DecoderShape
-from pipeloom.shapes.hub import content_of, own_values
+from pipeloom.shapes.hub import content_of, own_values, presets
+from pipeloom.shapes.ops import Runtime
 from pipeloom.traces.timelines import costs_dict
 
 _ROWS = 10
@@ -141,12 +143,16 @@ def command(options: PlanFlags) -> None:
     Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
     parallelism that the model and the devices allow.
     """
-    if options.job is not None:
-        _gain(options, options.job)
-    elif options.model:
-        _plan(options)
-    else:
-        raise UsageError("plan needs --model, or --job with a job that describes its model")
+    gc.disable()  # schedules are many small objects without cycles, which take a tenth of the time to look through
+    try:
+        if options.job is not None:
+            _gain(options, options.job)
+        elif options.model:
+            _plan(options)
+        else:
+            raise UsageError("plan needs --model, or --job with a job that describes its model")
+    finally:
+        gc.enable()
 
 
 def _plan(options: PlanFlags) -> None:
@@ -219,19 +225,13 @@ def _gain(options: PlanFlags, source: str) -> None:
 
 
 def _planner(options: PlanFlags, device: Device) -> Planner:
-    from pipeloom.config import load, split_arguments
-    from pipeloom.config.settings import BUILT_IN
-    from pipeloom.plan.run import adapters_of, runtime_of
-
     runtime = RUNTIMES[options.runtime]
     flags = (("--lora.r", options.lora_r), ("--lora.target_modules", options.lora_targets))
-    _, lora = split_arguments([str(word) for name, value in flags if value is not None for word in (name, value)])
-    if options.model.endswith(".toml") or options.model in BUILT_IN:
-        config = load(options.model, lora)
-        shape, runtime = config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
-    else:
+    words = [str(word) for name, value in flags if value is not None for word in (name, value)]
+    if options.model in presets() and not words:
         shape = load_model(options.model)
-        runtime = replace(runtime, adapters=adapters_of(load(None, lora)))
+    else:  # a configuration, whose schema takes long to import
+        shape, runtime = _configured(options, words, runtime, device)
     if runtime.adapters is not None and options.runtime != "pipeloom":
         raise UsageError(f"--lora.r: {options.runtime}'s adapters are not planned; nearest: --lora.r 0")
     if options.directory.get("source") and options.runtime == "pipeloom":
@@ -243,6 +243,21 @@ def _planner(options: PlanFlags, device: Device) -> Planner:
     if options.costs is None:
         return Planner(shape, device, runtime)
     return Planner(shape, device, runtime, read(options.costs, shape))
+
+
+def _configured(
+    options: PlanFlags, lora: Sequence[str], runtime: Runtime, device: Device
+) -> tuple[DecoderShape, Runtime]:
+    """Return the model and the runtime with adapters; both as a configuration of `train` has them, where that is the model."""
+    from pipeloom.config import load, split_arguments
+    from pipeloom.config.settings import BUILT_IN
+    from pipeloom.plan.run import adapters_of, runtime_of
+
+    _, flags = split_arguments(lora)
+    if options.model.endswith(".toml") or options.model in BUILT_IN:
+        config = load(options.model, flags)
+        return config.model.shape(), runtime_of(config, None if config.train.device == "cpu" else device)
+    return load_model(options.model), replace(runtime, adapters=adapters_of(load(None, flags)))
 
 
 def _limits(options: PlanFlags, shape: DecoderShape) -> dict[str, Any]:
@@ -320,6 +335,10 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
 
 
 def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> None:
+    if options.costs_to is not None:
+        write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
+    if options.as_ is None and options.output is None:
+        return
     from pipeloom.interop.systems import written
 
     source, data = options.directory or None, options.data or ""
@@ -332,8 +351,6 @@ def _write(options: PlanFlags, prediction: LayoutCosts, planner: Planner) -> Non
         write(options.output, lambda: written(prediction, planner, "pipeloom", source, table, data)[0])
         if table is not None:
             write(table, lambda: to_json(prediction.schedule))
-    if options.costs_to is not None:
-        write(options.costs_to, lambda: json.dumps(costs_dict(planner.stage_costs(prediction.layout))) + "\n")
 
 
 def details(prediction: LayoutCosts, planner: Planner, measured: bool) -> list[str]:

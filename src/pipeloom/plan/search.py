@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import combinations, count, product
+from itertools import combinations, count, islice, product
 from operator import add, sub
 from typing import Any
 
@@ -50,11 +49,12 @@ CLOSE = 1.06  # times the memory: estimates of more bytes are not predicted, sin
 SPREAD_CLOSE = 1.005  # the same with a spread output layer, whose schedules take long to place
 LONG = 1.03  # times the seconds: estimates are at most so much too long, but for few
 STEADY_LONG = 1.01  # the same for steps of at least two rounds, without pairs
+RAMPS = 0.75  # of the estimated seconds beside a step's work: it takes no less
+BACK_AND_FORTH_RAMPS = 0.4  # the same of schedules in the form of a V, whose ranks fill the ramps of others
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
-SMALLER = 0.9  # times the least memory of faster layouts, to be worth a row
-SMALLER_ROWS = 2  # most layouts that are predicted because they need less memory than faster ones
+SMALLER = 0.75  # times the least memory of faster layouts, to be worth a row
 SMALLEST = 16  # layouts of the least estimated memory that are predicted before the search says that none fits
 PIECE_TOKENS = 4096  # fewest of a sequence on a rank of cp
 STEP_TOKENS = 2**22
@@ -156,6 +156,12 @@ class Estimate:
     seconds: float
     least: float = 0.0
 
+    @property
+    def shortest(self) -> float:
+        """The seconds that a step takes at the least."""
+        ramps = BACK_AND_FORTH_RAMPS if self.layout.schedule in BACK_AND_FORTH else RAMPS
+        return self.least + ramps * (self.seconds - self.least)
+
 
 @dataclass(frozen=True)
 class LayoutPlan:
@@ -215,6 +221,7 @@ class Space:
         self.planner, self.request = planner, request.of_model(planner)
         self.looked_at = list[PlannedLayout]()
         self.known: dict[PlannedLayout, Estimate] = {} if earlier is None else earlier.known
+        self._least: dict[PlannedLayout, float] = {} if earlier is None else earlier._least
         self.bounds: dict[PlannedLayout, float] = {} if earlier is None else earlier.bounds
         self._estimator: _Estimator = _Estimator(planner) if earlier is None else earlier._estimator
         for sizes in _sizes(planner, request) if earlier is None else ():
@@ -235,7 +242,10 @@ class Space:
 
     def least_bytes(self, cut: PlannedLayout) -> float:
         """The bytes of the mean rank with the best ZeRO level, where all is recomputed that may be."""
-        return self._estimator.least_bytes(replace(cut, recompute=self.request.recompute[-1]), self.request.zero)
+        if cut not in self._least:
+            smallest = replace(cut, recompute=self.request.recompute[-1])
+            self._least[cut] = self._estimator.least_bytes(smallest, self.request.zero)
+        return self._least[cut]
 
     def is_too_large(self, cut: PlannedLayout) -> bool:
         return self.least_bytes(cut) > CLOSE * self.request.memory
@@ -323,7 +333,8 @@ class _Partial:
 
     def corrected(self, prediction: LayoutCosts) -> Estimate:
         """The estimate with as many blocks as the bytes of a prediction leave room for."""
-        saved = (self.bare.memory - self.full.memory) / self.blocks
+        low = prediction.peak / self.of(prediction.layout.recompute_layers).memory
+        saved = low * (self.bare.memory - self.full.memory) / self.blocks
         excess = prediction.peak - self.space.request.memory
         number = prediction.layout.recompute_layers + math.ceil(excess / saved) if saved > 0 else self.blocks
         return self.of(max(1, min(number, self.blocks - 1)))
@@ -348,7 +359,7 @@ def search(planner: Planner, request: PlanRequest) -> LayoutPlan:
         raise UsageError(_no_layout(planner, request))
     known = [each for pipelined in (False, True) for each in _until_best(space, (pipelined,))]
     if _fitting(known, request):
-        known += list(_smaller(space, known))
+        known += _smaller(space, known)
     else:
         known += _predictions(planner, _smallest(space))
     fitting = sorted(_fitting(known, request), key=lambda each: each.step.total)
@@ -396,7 +407,7 @@ def _until_best(
 
     Estimates are too short by nearly the same share for layouts of one schedule, of which the least that was seen counts. A
     layout is left out if one that fits, with other micro-batches and slices alone, is estimated to take less time and no more
-    bytes. A step takes at least half as long beside its work as estimated, but for hundredths of a percent. Of rare layouts,
+    bytes. Of rare layouts,
     such as those with fewer micro-batches than ranks of unlike layers, estimates are up to 12 % too high in bytes, and longer
     than `LONG` allows: one of these may be missed though it is the fastest.
 
@@ -433,8 +444,7 @@ def _until_best(
         schedule = (layout.schedule, layout.pp, layout.v, layout.slices, layout.vocabulary)
         cut = replace(layout, m=1, micro_batch=1, slices=1)
         likely, same = (each.seconds * ratio for ratio in (short.get(schedule, 1.0), ALIKE * exact.get(twin, 0.0)))
-        error = min(long, too_long(layout))
-        if max(likely / error, same, (each.least + each.seconds) / 2) >= best:
+        if max(likely / min(long, too_long(layout)), same, each.shortest) >= best:
             continue
         if fitted.get(cut, math.inf) <= each.memory:
             continue
@@ -464,21 +474,16 @@ def _smallest(space: Space) -> list[Estimate]:
     return sorted(filter(space.is_offered, estimates), key=lambda each: each.memory)[:SMALLEST]
 
 
-def _smaller(space: Space, known: Iterable[LayoutCosts]) -> Iterator[LayoutCosts]:
-    """Yield predictions of a few layouts that need less memory than all faster ones, of those whose work was looked at."""
-    least, rows = min(each.peak for each in known), 0
+def _smaller(space: Space, known: Iterable[LayoutCosts]) -> list[LayoutCosts]:
+    """The prediction of the fastest layout that was looked at and needs much less memory than all faster ones, or none."""
+    limit = SMALLER * min(each.peak for each in known)
     # a spread output layer takes as long as the rest of the search
-    cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < SMALLER * least]
+    cuts = [each for each in space.looked_at if each.vocabulary == "last" and space.least_bytes(each) < limit]
     forms = dict.fromkeys((space.request.recompute[0], space.request.recompute[-1]))
     estimates = [each for cut, form in product(cuts, forms) for each in space.of(cut, {"recompute": form})]
-    low = defaultdict[Any, float](lambda: 1.0)  # by how much estimates of the same sizes were too low
-    for each in sorted(filter(space.is_offered, estimates), key=lambda each: each.seconds):
-        sizes = tuple(getattr(each.layout, name) for name in _SIZES)
-        if rows < SMALLER_ROWS and low[sizes] * each.memory < SMALLER * least:
-            for prediction in _predictions(space.planner, [each]):
-                low[sizes] = max(low[sizes], prediction.peak / each.memory)
-                least, rows = min(least, prediction.peak), rows + 1
-                yield prediction
+    small = [each for each in estimates if each.memory < limit and space.is_offered(each)]
+    fastest_first = sorted(small, key=lambda each: each.seconds)
+    return list(islice(_predictions(space.planner, fastest_first), 1))
 
 
 def _predictions(planner: Planner, estimates: Iterable[Estimate]) -> Iterator[LayoutCosts]:

@@ -155,8 +155,9 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
     """Return a schedule of m * slices micro-batches as one of m, each of whose slices takes the place of one of them.
 
     The slices of a micro-batch run backward in reverse, so each backward needs a later forward than before. All backwards wait
-    for the fewest more forwards that this takes, or for one more where the step is then shorter. In the order of 1F1B the fewest
-    are slices - 1, and rank r warms up with min(p - r - 2 + slices, m * slices) forwards, as in Seq1F1B (arXiv 2406.03488).
+    for the fewest more forwards that this takes; where ranks have several stages, for one more if the step is then shorter. In
+    the order of 1F1B the fewest are slices - 1, and rank r warms up with min(p - r - 2 + slices, m * slices) forwards, as in
+    Seq1F1B (arXiv 2406.03488).
 
     Raises UsageError for a number of micro-batches that is no multiple of `slices`, for a micro-batch whose slices would take
     several routes, for a schedule that does not run each stage's micro-batches in order, and for one that would take much longer.
@@ -199,7 +200,8 @@ def by_slices(schedule: Schedule, slices: int) -> Schedule:
         else:
             fewest = middle + 1
     # In a V the two stages of a rank alternate, and a shift by an odd number of forwards may break their rhythm.
-    candidates = [later(more), *filter(_runs, [later(more + 1)])]
+    shifted = [later(more + 1)] if schedule.stages > schedule.ranks else []
+    candidates = [later(more), *filter(_runs, shifted)]
     runs = [(simulate(each).makespan, each) for each in candidates]
     makespan, shortest = min(runs, key=lambda run: run[0])
     if makespan > _LONGEST * simulate(schedule).makespan / slices:

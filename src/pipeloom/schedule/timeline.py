@@ -498,8 +498,8 @@ class Timeline:
             of_entries[moment[0]].append(moment)
         moments = [moment for row in of_entries for moment in row]
         if schedule.has_queues:
-            times = (*starts, max(ends, default=0.0)), (*ends, max(ends, default=0.0))
-            moments.sort(key=lambda moment: (plain(times[not moment[1]][moment[0]]), moment[2] > 0))
+            times = [[plain(time) for time in (*each, max(ends, default=0.0))] for each in (starts, ends)]
+            moments.sort(key=lambda moment: (times[not moment[1]][moment[0]], moment[2] > 0))
         return moments
 
     def _curve(self, rank: int, moments: Iterable[_Moment], level: float = 0.0) -> tuple[tuple[float, float], ...]:
