@@ -51,6 +51,7 @@ LONG = 1.03  # times the seconds: estimates are at most so much too long, but fo
 STEADY_LONG = 1.01  # the same for steps of at least two rounds, without pairs
 RAMPS = 0.75  # of the estimated seconds beside a step's work: it takes no less
 BACK_AND_FORTH_RAMPS = 0.4  # the same of schedules in the form of a V, whose ranks fill the ramps of others
+SHORTER = 0.995  # times the best seconds: longer estimates are not predicted where links are slower, or memory is less
 CORRECTIONS = 4  # times that the number of recomputed blocks is chosen: twice from estimates, then from predictions
 ALIKE = 0.9995  # of the seconds that another ZeRO level takes by a prediction: the least by the ratio of the estimates
 ROOM = 0.8  # of the memory: a layout that needs less gains no room from a higher ZeRO level
@@ -372,7 +373,8 @@ def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = No
     """The first prediction of `search`, without the others; None where nothing fits.
 
     Args:
-        plan: of a search with more memory, or with faster links: no layout is faster now. Estimates count as they are then.
+        plan: of a search with more memory, or with faster links: no layout is faster now, and only those are predicted whose
+            estimates are `SHORTER` times the best seconds or less.
     """
     if plan is None:
         known = list(_until_best(Space(planner, request)))
@@ -380,7 +382,7 @@ def fastest(planner: Planner, request: PlanRequest, plan: LayoutPlan | None = No
         known = [planner.predict(each.layout) for each in _fitting(plan.predictions, request)[:1]]
         best = min((each.step.total for each in known), default=math.inf)
         space = Space(planner, request, plan.space if planner is plan.space.planner else None)
-        known += _until_best(space, long=1.0, best=best, large=plan.too_large)
+        known += _until_best(space, long=SHORTER, best=best, large=plan.too_large)
     return min(_fitting(known, request), key=lambda each: each.step.total, default=None)
 
 
@@ -748,6 +750,16 @@ class _Sums:
         return self.layers[-1].kind == "S"
 
     @cached_property
+    def peaks(self) -> list[float]:
+        """Layer -> bytes of its backward's temporaries."""
+        return [layer.backward_peak for layer in self.layers]
+
+    @cached_property
+    def largest(self) -> float:
+        """Parameters of the largest layer."""
+        return max(sum(each.parameters) for each in distinct(self.layers).values())
+
+    @cached_property
     def totals(self) -> list[tuple[float, ...]]:
         """The sums over the first layers of what `_Rank` sums, the share of the output layer left out."""
         last = len(self.layers) - 1 - self.shares
@@ -769,7 +781,6 @@ class _Sums:
         mean = [(1 - share) * a + share * b for a, b in zip(bare.seconds, self.seconds, strict=True)]
         of_stage = balanced(mean[: len(mean) - self.shares], ranks * chunks)
         sums, extra, start = [[0.0] * 10 for _ in range(ranks)], [0.0] * ranks, 0
-        peaks, bare_peaks = ([layer.backward_peak for layer in each.layers] for each in (self, bare))
         line = "vee" if layout.schedule in BACK_AND_FORTH else "loop"
         for rank, size in zip(named(line, ranks, chunks), of_stage, strict=True):
             end = start + size
@@ -778,15 +789,14 @@ class _Sums:
                 if first == last:
                     continue
                 sums[rank] = list(map(sub, map(add, sums[rank], totals[last]), totals[first]))
-            extra[rank] = max(extra[rank], *peaks[start:middle], *bare_peaks[middle:end])
+            extra[rank] = max(extra[rank], *self.peaks[start:middle], *bare.peaks[middle:end])
             start = end
         sums = [[*each, most] for each, most in zip(sums, extra, strict=True)]
         if self.shares:
             output, seconds = self.layers[-1], self.seconds[-1]
             values = seconds, 0.0, 0.0, 0.0, 0.0, 0.0, *output.parameters, *output.trained.parameters, output.saved
             sums = [[a + b for a, b in zip(each, values, strict=True)] for each in sums]
-        largest = max(sum(each.parameters) for each in distinct(self.layers).values())
-        return _Cut(tuple(_Rank(*each) for each in sums), largest, self.shares * self.seconds[-1])
+        return _Cut(tuple(_Rank(*each) for each in sums), self.largest, self.shares * self.seconds[-1])
 
 
 def estimate(planner: Planner, layout: PlannedLayout) -> Estimate:
