@@ -722,6 +722,16 @@ def test_a_dry_run_of_the_written_file_recomputes_the_same_blocks(text, tmp_path
     assert dry.layout.recompute_layers == plan.layout.recompute_layers or plan.layout.recompute_layers == 0
 
 
+def test_a_last_row_needs_much_less_memory_and_is_the_fastest_that_does():
+    plan = search(planner(runtime="pipeloom"), PlanRequest.of("pipeloom", 8, H100.memory, 64, 4096))
+    *faster, small = plan.pareto
+    limit = 0.75 * min(each.peak for each in faster)
+    assert small.peak < limit
+    others = [each for each in plan.space.known.values() if each.memory < limit and each.layout.vocabulary == "last"]
+    assert len(others) > 1
+    assert plan.space.known[small.layout].seconds == min(each.seconds for each in others if plan.space.is_offered(each))
+
+
 @pytest.mark.parametrize("runtime", ["pipeloom", "megatron"])
 def test_no_more_blocks_are_recomputed_than_memory_asks_for(runtime):
     asked = replace(PlanRequest.of(runtime, 2, H100.memory, 64, 4096), recompute=("none", "full"), offload=())
