@@ -102,6 +102,11 @@ class PendingCollective(Generic[Received]):
             self.work.wait()
         return self.finish()
 
+    def result(self) -> Received:
+        """As `wait`, where the caller counts the standstill, or another thread waits."""
+        self.work.wait()
+        return self.finish()
+
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective[Tensor]:
     """Start the sum (or another `op`) over the axis in place: `x` must be contiguous, and holds the result."""

@@ -273,14 +273,9 @@ def _referred(layer: Any) -> list[Any]:
 
 def merged(groups: Sequence[Sequence[str]]) -> Groups:
     """Groups that have a name in common are one; names keep the order in which they come."""
-    disjoint: list[dict[str, None]] = []
+    disjoint: Groups = []
     for names in groups:
-        together = dict.fromkeys(names)
-        apart: list[dict[str, None]] = []
-        touched: list[dict[str, None]] = []
-        for other in disjoint:
-            (touched if together.keys() & other.keys() else apart).append(other)
-        for other in reversed(touched):
-            together = {**other, **together}
-        disjoint = [*apart, together]
-    return [tuple(names) for names in disjoint]
+        touched = [other for other in disjoint if not set(other).isdisjoint(names)]
+        together = tuple(dict.fromkeys(name for group in (*touched, names) for name in group))
+        disjoint = [*(other for other in disjoint if other not in touched), together]
+    return disjoint
