@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -302,12 +301,6 @@ class StepGradients:
                 if gradient is not None:
                     gradients.append((held.name, gradient))
         return gradients
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of the steps inside unsummed over the replicas."""
-        with self.sync.no_sync() if self.sync is not None else contextlib.nullcontext():
-            yield
 
 
 def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:

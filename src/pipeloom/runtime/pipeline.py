@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,7 +55,7 @@ from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Limits, Names, Status
 from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
-from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
+from pipeloom.runtime.loss import TOTAL, Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
@@ -572,7 +572,7 @@ class Pipeline:
     @property
     def loss_share(self) -> Tensor | None:
         """This process's share of the last step's loss, before the sum over ranks: 0-dim, fp32; None if it computes none."""
-        return self._result.loss.total
+        return self._result.loss.get(TOTAL)
 
     @property
     def exposed(self) -> float | None:
@@ -604,7 +604,7 @@ class Pipeline:
         """Return a context in which steps accumulate gradients in this process only; the next step outside it sums
         them over the replicas.
         """
-        return self._gradients.no_sync()
+        return nullcontext() if self.sync is None else self.sync.no_sync()
 
     def zero_grad(self) -> None:
         """Set every gradient to None."""
@@ -916,7 +916,8 @@ class _ExecutorOfAllRanks:
         self.results = [executor.finish() for executor in self._executors]
         whole = StepResult()
         for result in self.results:
-            whole.loss.include(result.loss)
+            for key, share in result.loss.items():
+                whole.loss.add(share, key)
             whole.outputs.update(result.outputs)
         return whole
 

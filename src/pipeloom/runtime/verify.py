@@ -257,7 +257,8 @@ class _Batch:
     def of(self, step: int) -> tuple[Any, Any, dict[str, Any]]:
         """Return the inputs, targets and keyword arguments of a step: the rows in turn, each step beginning one row later."""
         rows = batch_rows(as_inputs(self.inputs))
-        return _rolled(self.inputs, rows, step), _rolled(self.targets, rows, step), _rolled(self.keywords, rows, step)
+        inputs, targets, keywords = _rolled((self.inputs, self.targets, self.keywords), rows, step)
+        return inputs, targets, keywords
 
     def parts(self, step: int, count: int) -> Microbatches:
         inputs, targets, keywords = self.of(step)
