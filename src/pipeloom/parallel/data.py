@@ -72,17 +72,17 @@ class Reducer:
         if bucket in self._shared:
             buffers, at = self._shared[bucket]
             buffers.start(at)
-            return partial(self._finish_shared, bucket)
+
+            def finish() -> Tensor:
+                buffers.wait(at, self._timeout)
+                return bucket.flat[bucket.share] if self._sharded else bucket.flat
+
+            return finish
         if bucket.axis.size == 1:
             return lambda: bucket.flat
         if self._sharded:
             return start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis).wait
         return start_all_reduce(bucket.flat, bucket.axis).wait
-
-    def _finish_shared(self, bucket: Bucket) -> Tensor:
-        buffers, at = self._shared[bucket]
-        buffers.wait(at, self._timeout)
-        return bucket.flat[bucket.share] if self._sharded else bucket.flat
 
 
 class StepStream:
@@ -529,10 +529,10 @@ class GradientSync:
     def _show(self, bucket: Bucket) -> None:
         """Fill `.grad`: with views of the buffer, or of one copy of it in the parameters' dtype."""
         if self.in_grad(bucket):
-            views = self._views if bucket.visible else _by_name(bucket, bucket.flat.to(bucket.parameters[0].dtype))
-            for slot in bucket.slots:
-                absent = slot.held.parameter in self.absent
-                slot.held.parameter.grad = None if absent else views[slot.held.name]
+            flat = None if bucket.visible else bucket.flat.to(bucket.parameters[0].dtype)
+            for slot, view in bucket.views(bucket.flat if flat is None else flat):
+                shown = self._views[slot.held.name] if flat is None else view
+                slot.held.parameter.grad = None if slot.held.parameter in self.absent else shown
 
     def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
         """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""
@@ -548,10 +548,6 @@ class GradientSync:
                     return  # buckets start in the same order on every rank
                 with self._stream.in_order():
                     self._start(waiting)
-
-
-def _by_name(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    return {slot.held.name: view for slot, view in bucket.views(flat)}
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:

@@ -157,7 +157,7 @@ def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> floa
 
     NaN for integers on the meta device, whose values are unknown. Raises UsageError if the targets hold no tensor.
     """
-    return _count(_first_tensor(targets), ignore_index)
+    return _count(_counted_tensor(targets), ignore_index)
 
 
 def _count(tensor: Tensor, ignore_index: int | None) -> float:
@@ -174,7 +174,7 @@ def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: 
     """
     tensor = next((each for each in tensors_in(targets) if each.ndim and each.shape[0] == rows), None)
     if tensor is None:
-        counted = _count(_first_tensor(targets), ignore_index)
+        counted = _count(_counted_tensor(targets), ignore_index)
         return [counted if math.isnan(counted) else float(size if counted else 0) for size in sizes]
     if ignore_index is None or not _holds(tensor, ignore_index):
         return [float(tensor.numel() // rows * size) for size in sizes]
@@ -193,13 +193,21 @@ def _holds(tensor: Tensor, index: int) -> bool:
     return limits.min <= index <= limits.max
 
 
-def _first_tensor(targets: Any) -> Tensor:
-    for value in tensors_in(targets):
-        return value
-    raise UsageError(
+def _counted_tensor(targets: Any) -> Tensor:
+    return _first_tensor(
+        targets,
+        0,
         f"the targets ({type(targets).__name__}) hold no tensor whose elements could be counted; pass weight= to the "
-        f"pipeline, the weight of a micro-batch's targets"
+        f"pipeline, the weight of a micro-batch's targets",
     )
+
+
+def _first_tensor(values: Any, dimensions: int, problem: str) -> Tensor:
+    """Return the first tensor of at least so many dimensions, which may be inside tuples, lists and dicts."""
+    for value in tensors_in(values):
+        if value.ndim >= dimensions:
+            return value
+    raise UsageError(problem)
 
 
 def split_batch(
@@ -390,12 +398,8 @@ def _require_tokens(targets: Any, shape: tuple[int, int], where: str, length: in
 
 def _sequence_length(inputs: Sequence[Any]) -> int:
     """Return the second dimension of the first tensor that has two. Raises UsageError if none has."""
-    for value in tensors_in(inputs):
-        if value.ndim > 1:
-            return value.size(1)
-    raise UsageError(
-        "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
-    )
+    problem = "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
+    return _first_tensor(inputs, 2, problem).size(1)
 
 
 def _weights(
@@ -517,11 +521,8 @@ def evaluation_microbatches(microbatches: int, inputs: Any) -> int:
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:
-    """Return the first dimension of the first tensor, which may be inside tuples, lists and dicts."""
-    for value in tensors_in(inputs):
-        if value.ndim:
-            return value.size(0)
-    raise UsageError("the inputs hold no tensor with a batch dimension")
+    """Return the first dimension of the first tensor that has one."""
+    return _first_tensor(inputs, 1, "the inputs hold no tensor with a batch dimension").size(0)
 
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:

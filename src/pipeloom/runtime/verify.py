@@ -433,15 +433,20 @@ class _Sides:
                     self._compare(f"buffer {self._place(name)}", got, want, "buffers")
 
     def _compare_loss(self, what: str, got: float, want: float, rule: Rule) -> float:
-        error = relative_error(torch.tensor(got), torch.tensor(want))
-        if not error <= max(self.tolerance, _OF_LOSS):
-            self._refuse(what, error, rule)
-        return error
+        return self._compare(what, torch.tensor(got), torch.tensor(want), rule, rounding=_OF_LOSS)
 
-    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule, least: float = 0.0) -> float:
-        """Return the relative difference. Raises VerifyError above the tolerance."""
+    def _compare(
+        self,
+        what: str,
+        got: Tensor | None,
+        want: Tensor | None,
+        rule: Rule,
+        least: float = 0.0,
+        rounding: float = 0.0,
+    ) -> float:
+        """Return the relative difference. Raises VerifyError above the tolerance and what is nothing but `rounding`."""
         error = relative_error(got, want, least)
-        if not error <= self.tolerance:
+        if not error <= max(self.tolerance, rounding):
             self._refuse(what, error, rule)
         return error
 
