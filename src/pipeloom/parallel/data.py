@@ -531,8 +531,8 @@ class GradientSync:
         if self.in_grad(bucket):
             flat = None if bucket.visible else bucket.flat.to(bucket.parameters[0].dtype)
             for slot, view in bucket.views(bucket.flat if flat is None else flat):
-                shown = self._views[slot.held.name] if flat is None else view
-                slot.held.parameter.grad = None if slot.held.parameter in self.absent else shown
+                gradient = self._views[slot.held.name] if flat is None else view
+                slot.held.parameter.grad = None if slot.held.parameter in self.absent else gradient
 
     def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
         """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""

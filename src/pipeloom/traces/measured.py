@@ -286,8 +286,8 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
     simulated with them would be shorter than any real one.
     """
     whole = simulate(steps[-1].schedule, costs).makespan
-    own = (replace(costs_of([step]), microbatch=costs.microbatch) for step in steps)
-    spans = [simulate(step.schedule, each).makespan for step, each in zip(steps, own, strict=True)]
+    step_costs = (replace(costs_of([step]), microbatch=costs.microbatch) for step in steps)
+    spans = [simulate(step.schedule, each).makespan for step, each in zip(steps, step_costs, strict=True)]
     return costs.scaled(median(spans) / whole) if whole else costs
 
 
