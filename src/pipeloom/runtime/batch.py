@@ -288,46 +288,29 @@ def cut_batch(
         raise UsageError(
             f"a batch of {rows} rows cannot be split into {len(sizes)} micro-batches; give at least {len(sizes)} rows"
         )
-    parts = [_cut(value, sizes, rows) for value in positional]
-    wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
-    each_targets = wanted[0]
-    each_inputs: Sequence[tuple[Any, ...]] = tuple(zip(*parts, strict=True))
-    each_keywords: Sequence[tuple[Any, ...]] = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    parts = _cut((positional, targets, keywords), sizes, rows)
     places: Sequence[SlicePlace | None] = (None,)
     if slices is not None:
         places = slices.places
-        each_inputs, each_targets, each_keywords = (
-            [part for value, size in zip(values, sizes, strict=True) for part in slices.cut(value, size)]
-            for values in (each_inputs, each_targets, each_keywords)
-        )
+        parts = [part for value, size in zip(parts, sizes, strict=True) for part in slices.cut(value, size)]
     units = [(at, place) for at in range(len(sizes)) for place in places]
     cut = slices is not None or context is not None
     if cut:
         length = _sequence_length(positional)
         spans = [(sizes[at], length if place is None else place.end - place.start) for at, place in units]
-        _require_tokens(each_targets[0], spans[0], "ranks" if slices is None else f"{len(places)} slices", length)
+        _require_tokens(parts[0][1], spans[0], "ranks" if slices is None else f"{len(places)} slices", length)
         if context is not None:
-            each_inputs, each_targets = (
-                [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
-                for values in (each_inputs, each_targets)
-            )
+            data = (_own_tokens(part[:2], span, context) for part, span in zip(parts, spans, strict=True))
+            parts = [(*both, part[2]) for both, part in zip(data, parts, strict=True)]
     numbers = [number + at for at, _ in units]
+    each_targets = [part[1] for part in parts]
     weights = _weights(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut, numbers)
     # The parts of the same number of rows, and of the same slice, have the same shapes.
     keys = [(sizes[at], place) for at, place in units]
-    examples = dict(zip(keys, zip(each_inputs, each_keywords, strict=True), strict=True))
-    signatures = {key: signature((*i, *k)) for key, (i, k) in examples.items()}
-    parts_of = zip(keys, each_inputs, each_targets, each_keywords, weights, strict=True)
+    signatures = {key: signature((*i, *k.values())) for key, (i, _, k) in dict(zip(keys, parts, strict=True)).items()}
     return [
-        BatchUnit(
-            part,
-            target,
-            dict(zip(keywords, values, strict=True)) | ({} if key[1] is None else {STATE: key[1]}),
-            signatures[key],
-            weight,
-            *key,
-        )
-        for key, part, target, values, weight in parts_of
+        BatchUnit(first, target, values | ({} if key[1] is None else {STATE: key[1]}), signatures[key], weight, *key)
+        for key, (first, target, values), weight in zip(keys, parts, weights, strict=True)
     ]
 
 

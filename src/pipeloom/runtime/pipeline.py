@@ -51,10 +51,10 @@ from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.links import run_store
+from pipeloom.runtime.health.links import meet, run_store
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Limits, Names, Status
-from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
+from pipeloom.runtime.health.watchdog import Watchdog
 from pipeloom.runtime.loss import TOTAL, Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.overlap import CommStream
@@ -236,12 +236,10 @@ class Pipeline:
         with self._alarm.waiting("the other ranks at start-up"):
             prefix, seed = handshake.shake_hands(store, everyone, facts, spec.seed, options.start_seconds)
             if options.monitor and options.watchdog is None:
-                limits = Limits(options.timeout)
-                self._watched_by(
-                    start_watchdog(
-                        store, prefix, everyone.index, everyone.size, self._status, limits, options.start_seconds
-                    )
-                )
+                links = meet(store, prefix, everyone.index, everyone.size, options.start_seconds)
+                watchdog = Watchdog(links, self._status, everyone.size, Limits(options.timeout))
+                watchdog.start()
+                self._watched_by(watchdog)
         return prefix, seed
 
     def _connect(self, prefix: str) -> None:

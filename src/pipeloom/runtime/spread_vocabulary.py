@@ -84,10 +84,11 @@ class _Tokens:
     scale: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
+@dataclass(eq=False)
 class SpreadVocabulary:
     """The shares of one rank, and its part in the group entries; these run in one thread after the other.
 
-    Args:
+    Attributes:
         share: this rank's of the output layer.
         embedding: that of the input embedding, the same one where the two are tied; None: the first stage has all of it.
         axis: the ranks of a replica, with a process group that nothing else uses.
@@ -95,19 +96,14 @@ class SpreadVocabulary:
         fused: whether one reduction follows S, which computes its part of the input gradient.
     """
 
-    def __init__(
-        self,
-        share: VocabularyShare,
-        embedding: VocabularyShare | None,
-        axis: Axis,
-        entrances: Sequence[int],
-        sources: Sequence[int],
-        fused: bool,
-    ) -> None:
-        self.share, self.embedding, self.axis, self.fused = share, embedding, axis, fused
-        self.entrances, self.sources = entrances, sources
-        self._tokens: dict[int, _Tokens] = {}
-        self._rows: dict[int, tuple[GradientEdge, Tensor]] = {}
+    share: VocabularyShare
+    embedding: VocabularyShare | None
+    axis: Axis
+    entrances: Sequence[int]
+    sources: Sequence[int]
+    fused: bool
+    _tokens: dict[int, _Tokens] = field(default_factory=dict)
+    _rows: dict[int, tuple[GradientEdge, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shares: Sequence[VocabularyShare], mesh: Mesh, schedule: Schedule) -> SpreadVocabulary:
