@@ -111,6 +111,13 @@ class Bucket:
         for slot in self.slots:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
+    def sections(self, elements: slice) -> Iterator[tuple[BucketSlot, slice]]:
+        """Yield each slot that has some of these elements, and which."""
+        for slot in self.slots:
+            section = slice(max(slot.start, elements.start), min(slot.stop, elements.stop))
+            if section.start < section.stop:
+                yield slot, section
+
 
 class FlatParameters:
     """The parameters of one bucket as views of one buffer, laid out as the bucket's gradients.
@@ -164,10 +171,7 @@ class FlatParameters:
 
     def stepped(self) -> Iterator[tuple[BucketSlot, slice]]:
         """Yield each slot of which this rank steps elements, and those elements."""
-        for slot in self.bucket.slots:
-            section = slice(max(slot.start, self.mine.start), min(slot.stop, self.mine.stop))
-            if section.start < section.stop:
-                yield slot, section
+        return self.bucket.sections(self.mine)
 
 
 def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:

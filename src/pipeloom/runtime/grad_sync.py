@@ -290,16 +290,12 @@ class StepGradients:
         for bucket in self.sync.buckets:
             in_grad = self.sync.in_grad(bucket)
             mine = bucket.share if self.sync.sharded and bucket.axis.size > 1 else slice(0, bucket.size)
-            for slot in bucket.slots:
-                held, first, last = slot.held, max(slot.start, mine.start), min(slot.stop, mine.stop)
-                if in_grad:
-                    gradient = held.parameter.grad
-                elif bucket.content == "empty" or held.parameter in self.sync.absent or first >= last:
-                    gradient = None
-                else:
-                    gradient = bucket.part[first - mine.start : last - mine.start]
+            for slot, section in bucket.sections(mine):
+                gradient = slot.held.parameter.grad if in_grad else None
+                if not in_grad and bucket.content != "empty" and slot.held.parameter not in self.sync.absent:
+                    gradient = bucket.part[section.start - mine.start : section.stop - mine.start]
                 if gradient is not None:
-                    gradients.append((held.name, gradient))
+                    gradients.append((slot.held.name, gradient))
         return gradients
 
 
