@@ -126,7 +126,10 @@ class FlatParameters:
         bucket: the bucket that holds the gradients.
         sharded: whether this rank steps only its slice; `WeightGathers` brings the other ranks' slices.
         flat: the buffer, in the parameters' dtype.
+        stays: whether the elements of other ranks stay between steps; `WeightGathers` then brings their new values.
     """
+
+    stays = True
 
     @torch.no_grad()
     def __init__(self, bucket: Bucket, sharded: bool) -> None:
@@ -142,11 +145,6 @@ class FlatParameters:
     def mine(self) -> slice:
         """The elements that this rank steps."""
         return self.bucket.share if self.sharded else slice(0, self.bucket.size)
-
-    @property
-    def stays(self) -> bool:
-        """Return whether the elements of other ranks stay between steps; `WeightGathers` then brings their new values."""
-        return True
 
     @property
     def held(self) -> Tensor:

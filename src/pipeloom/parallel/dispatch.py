@@ -108,17 +108,6 @@ class DispatchPlan:
     routes: Tensor | None = None
     fan: TokenPermutation | None = None
 
-    def fanned(self) -> DispatchPlan:
-        """Return the plan with `fan`, once the rows' routes have crossed."""
-        assert self.routes is not None
-        first, second = self.hops
-        nodes = first.axis.size
-        source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(self.routes.device)
-        keys = self.routes.clamp_min(0) * nodes + source.unsqueeze(1)
-        experts = len(self.arrival.counts) * second.axis.size
-        fan, _ = assign(keys, experts * nodes, self.routes >= 0)
-        return replace(self, routes=None, fan=fan.first(sum(second.send)))
-
 
 @dataclass(frozen=True)
 class Dispatch:
@@ -461,10 +450,15 @@ def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: Dispa
 
 
 def _fan_out(values: Values) -> Values:
+    """Spread the rows that came across over this node's ranks, by the routes that came with them."""
     rows, weights, dispatch_plan, *rest = values
-    fanned: DispatchPlan = dispatch_plan.fanned()
-    assert fanned.fan is not None
-    return gather_rows(rows, fanned.fan), weights, fanned, *rest
+    (first, second), routes = dispatch_plan.hops, dispatch_plan.routes
+    nodes = first.axis.size
+    source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(routes.device)
+    experts = len(dispatch_plan.arrival.counts) * second.axis.size
+    whole, _ = assign(routes.clamp_min(0) * nodes + source.unsqueeze(1), experts * nodes, routes >= 0)
+    fan = whole.first(sum(second.send))
+    return gather_rows(rows, fan), weights, replace(dispatch_plan, routes=None, fan=fan), *rest
 
 
 def _mix_in_node(values: Values) -> Values:

@@ -98,11 +98,6 @@ class PipelineMesh:
         return cls(tuple(ranks), tuple(ranks).index(mine), group)
 
     @classmethod
-    def whole_world(cls) -> PipelineMesh:
-        """Return all processes as one pipeline."""
-        return cls.of(range(dist.get_world_size() if dist.is_initialized() else 1))
-
-    @classmethod
     def of_device_mesh(cls, mesh: DeviceMesh, axis: str = "pp") -> PipelineMesh:
         """Return the pipeline of this process along `axis` of a torch DeviceMesh.
 
@@ -244,7 +239,7 @@ class Mesh:
         if isinstance(mesh, Mesh):
             return mesh
         if mesh is None:
-            mesh = PipelineMesh.whole_world()
+            mesh = PipelineMesh.of(range(dist.get_world_size() if dist.is_initialized() else 1))
         return cls.of_pipeline(mesh if isinstance(mesh, PipelineMesh) else PipelineMesh.of_device_mesh(mesh))
 
     @property

@@ -94,6 +94,8 @@ class ShardedParameters(FlatParameters):
         share: this replica's elements, in the parameters' dtype.
     """
 
+    stays = False
+
     def __init__(self, bucket: Bucket, exchange: StageExchange) -> None:
         super().__init__(bucket, sharded=True)
         self._exchange = exchange
@@ -104,10 +106,6 @@ class ShardedParameters(FlatParameters):
         self._views = [(slot.held.parameter, view) for slot, view in bucket.views(self.flat)]
         self._gathered = True
         self._free()
-
-    @property
-    def stays(self) -> bool:
-        return False
 
     @property
     def held(self) -> Tensor:

@@ -42,13 +42,13 @@ from pipeloom.runtime.tensor_spec import is_strided, layout_name, memory_of
 from pipeloom.runtime.tied_weights import (
     SharedParameters,
     Tie,
-    frozen_names,
     make_ties,
     merged,
     replica_ties,
     share,
     shared_groups,
     unknown_names,
+    values_by_name,
 )
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
@@ -217,7 +217,7 @@ def assemble(
         {
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
             "problems": [*unknown_names(declared, modules), *_unusable(modules, declared, owners, summed)],
-            "frozen": frozen_names(modules),
+            "frozen": [name for name, each in values_by_name(modules).items() if not each.requires_grad],
             "shared": shared.keys(min(communications)),
             "segmented": [number for number, each in built.items() if each.segmented],
             "keywords": [None if k is None else sorted(k) for each in built.values() for k in each.keywords],

@@ -89,11 +89,6 @@ class DeviceClock:
         return self._at + milliseconds / 1e3
 
 
-def clock_for(device: torch.device, traced: bool) -> HostClock | DeviceClock:
-    """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
-    return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
-
-
 @dataclass(frozen=True)
 class StepHooks:
     """Objects and callbacks that a step reports to while it runs.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.nested import tensors_in
 from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.parallel.mesh import Mesh
@@ -82,10 +81,6 @@ class MicrobatchLoss(NamedTuple):
             value = value.reshape(())
         # A backward starts at a node of the graph, and a leaf has none.
         return value.clone() if value.requires_grad and value.is_leaf else value
-
-    def share_of_term(self, term: LossTerm, value: Any) -> Tensor:
-        """Return the share of a layer's loss of `value` in its mean over the step, without the term's weight."""
-        return self.mean(value, term.loss) * self.share
 
 
 def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:

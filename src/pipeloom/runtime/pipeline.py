@@ -490,12 +490,12 @@ class Pipeline:
                     replicas.say(differences, self.mesh)
         self._compared = True
 
-    def _checksums_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and checksum of each buffer of which another rank has a replica on another route."""
+    def _checksums_of_replicas(self) -> dict[tuple[str, torch.Size], int]:
+        """Return name and shape -> checksum of each buffer of which another rank has a replica on another route."""
         replicated = self._assembly.replicated_layers if self._distributed else {}
         buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
-        sums = checksums(list(buffers.values()))
-        return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
+        names = [(name, buffer.shape) for name, buffer in buffers.items()]
+        return dict(zip(names, checksums(list(buffers.values())), strict=True))
 
     def _require_parts(self) -> None:
         """Raise UsageError, on every rank, for a recomputed part that no layer has called: only a forward shows the names."""
@@ -507,11 +507,11 @@ class Pipeline:
             )
         self._parts_unchecked = False
 
-    def _require_settled(self, before: Mapping[str, tuple[torch.Size, int]]) -> None:
+    def _require_settled(self, before: Mapping[tuple[str, torch.Size], int]) -> None:
         """Raise UsageError for a buffer that the first step has changed, other than by giving it another shape."""
         with self._alarm.reporting():
-            for name, (shape, value) in self._checksums_of_replicas().items() if before else ():
-                if name in before and before[name][0] == shape and before[name][1] != value:
+            for (name, shape), value in self._checksums_of_replicas().items() if before else ():
+                if before.get((name, shape), value) != value:
                     raise UsageError(
                         f"the first step changed buffer {name!r}, and under schedule {self.schedule.name!r} its stage has "
                         "replicas that get some of the micro-batches each, so it would differ from that of one process; "

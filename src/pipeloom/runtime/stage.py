@@ -451,7 +451,7 @@ class NamedInForward:
         if self._loss is not None:
             for key, value in values.items():
                 term = declared.losses[key]
-                self.terms.append((key, self._loss.share_of_term(term, value), term.weight))
+                self.terms.append((key, self._loss.mean(value, term.loss) * self._loss.share, term.weight))
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:
