@@ -11,9 +11,10 @@ import torch
 
 from pipeloom.parallel.collectives import Tag
 from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.actions.registry import StepHooks
 from pipeloom.runtime.actions.signals import Signals
 from pipeloom.runtime.assembly import PipelineSpec
-from pipeloom.runtime.executor import DeviceClock, Executor, HostClock, StepHooks
+from pipeloom.runtime.executor import DeviceClock, Executor, HostClock
 from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport

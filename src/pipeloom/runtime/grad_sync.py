@@ -23,8 +23,8 @@ from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.masters import Master, Masters
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import tied_weights as ties
+from pipeloom.runtime.actions.registry import StepHooks
 from pipeloom.runtime.assembly import IN_MAIN_GRADIENTS, Assembly
-from pipeloom.runtime.executor import StepHooks
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
