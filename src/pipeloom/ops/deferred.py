@@ -13,6 +13,7 @@ transforms of `torch.func`; backwards that a layer starts itself; and the parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -165,6 +166,7 @@ class StageBackward:
             self._task = _current_task()
 
 
+@dataclass(eq=False)
 class WeightGradContext:
     """The weight-gradient queue that a stage's linear layers write to at the moment.
 
@@ -177,17 +179,10 @@ class WeightGradContext:
             for layers without a stage whose caller starts no other pass.
     """
 
-    def __init__(
-        self,
-        stage_backward: StageBackward | None = None,
-        *,
-        main: MainGradients | None = None,
-        in_place: bool = False,
-    ) -> None:
-        self.queue: WeightGradQueue | None = None
-        self.main = main
-        self.in_place = in_place
-        self.stage_backward = stage_backward
+    stage_backward: StageBackward | None = None
+    main: MainGradients | None = None
+    in_place: bool = False
+    queue: WeightGradQueue | None = None
 
     @property
     def writes(self) -> bool:

@@ -37,7 +37,7 @@ from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
-from pipeloom.runtime.tied_weights import Tie, layer_of, share
+from pipeloom.runtime.tied_weights import Tie, layer_of, share, values_by_name
 from pipeloom.schedule.actions import Action, kind_of, unit_words
 from pipeloom.schedule.model import Schedule, actions_of
 
@@ -257,7 +257,8 @@ class _Batch:
     def of(self, step: int) -> tuple[Any, Any, dict[str, Any]]:
         """Return the inputs, targets and keyword arguments of a step: the rows in turn, each step beginning one row later."""
         rows = batch_rows(as_inputs(self.inputs))
-        return _rolled(self.inputs, rows, step), _rolled(self.targets, rows, step), _rolled(self.keywords, rows, step)
+        inputs, targets, keywords = _rolled((self.inputs, self.targets, self.keywords), rows, step)
+        return inputs, targets, keywords
 
     def parts(self, step: int, count: int) -> Microbatches:
         inputs, targets, keywords = self.of(step)
@@ -303,9 +304,9 @@ class _Sides:
         self.modules = dict(zip(names, self.plain.modules, strict=True))
         for names_of_one in tied:
             share(Tie(tuple(names_of_one), ()), self.modules)
-        self.parameters = _named(self.modules, "named_parameters")
+        self.parameters = values_by_name(self.modules)
         self.stage_of = {name: at for at, which in enumerate(self.pipeline.layer_names) for name in which}
-        state = {**self.parameters, **_named(self.modules, "named_buffers")}
+        state = {**self.parameters, **values_by_name(self.modules, "named_buffers")}
         with torch.no_grad():
             for name, value in self.pipeline.state_dict().items():
                 state[name].copy_(value)
@@ -328,7 +329,7 @@ class _Sides:
         inputs, targets, keywords = self.batch.of(step)
         for parameter in self.parameters.values():
             parameter.grad = None
-        expected = self._serial_step(self.batch.parts(step, self.pipeline.schedule.microbatches))
+        expected = self._serial_step()
         self.pipeline.zero_grad()
         actual = self.pipeline.step(inputs, targets, **keywords).item()
         self._compare_outputs("results")
@@ -354,27 +355,27 @@ class _Sides:
             module.eval()
         inputs, targets, keywords = self.batch.of(step)
         try:
-            shares = [share for _, share in self._serial_forwards(step)]
+            with torch.no_grad():
+                shares = [share for _, share in self._serial_forwards(step)]
         except Exception:
             return  # layers that one process cannot evaluate either, such as those with hooks on gradients
         loss = self.pipeline.evaluate(inputs, targets, **keywords)
         self._compare_outputs("evaluation")
         self._compare_loss("the loss of evaluate", loss.item(), sum(float(share) for share in shares), "evaluation")
         inputs, targets, keywords = self.batch.of(step + 1)
-        outputs = join([output for output, _ in self._serial_forwards(step + 1)])
+        with torch.no_grad():
+            outputs = join([output for output, _ in self._serial_forwards(step + 1)])
         for got, want in zip(_strided(self.pipeline.predict(inputs, **keywords)), _strided(outputs), strict=True):
             self._compare("the output of predict", got, want, "evaluation")
         self._compare_buffers()
 
-    @torch.no_grad()
-    def _serial_forwards(self, step: int) -> list[tuple[Any, Tensor | float]]:
+    def _serial_forwards(self, step: int) -> Iterator[tuple[Any, Tensor | float]]:
         parts = self.batch.parts(step, self.pipeline.schedule.microbatches)
-        return [self._serial_forward(parts, at) for at in range(parts.count)]
+        return (self._serial_forward(parts, at) for at in range(parts.count))
 
-    def _serial_step(self, parts: Microbatches) -> float:
+    def _serial_step(self) -> float:
         total = 0.0
-        for at in range(parts.count):
-            _, loss = self._serial_forward(parts, at)
+        for _, loss in self._serial_forwards(self._step):
             if isinstance(loss, Tensor):
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -424,23 +425,28 @@ class _Sides:
         self.expected.sums.clear()
 
     def _compare_buffers(self) -> None:
-        expected = _named(self.modules, "named_buffers")
+        expected = values_by_name(self.modules, "named_buffers")
         for layer, module in layers_of_ranks(self.pipeline):
-            for name, got in _named({layer: module}, "named_buffers").items():
+            for name, got in values_by_name({layer: module}, "named_buffers").items():
                 want = expected.get(name)
                 if want is not None and want.layout is torch.strided and not torch.equal(got, want):
                     self._compare(f"buffer {self._place(name)}", got, want, "buffers")
 
     def _compare_loss(self, what: str, got: float, want: float, rule: Rule) -> float:
-        error = relative_error(torch.tensor(got), torch.tensor(want))
-        if not error <= max(self.tolerance, _OF_LOSS):
-            self._refuse(what, error, rule)
-        return error
+        return self._compare(what, torch.tensor(got), torch.tensor(want), rule, rounding=_OF_LOSS)
 
-    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule, least: float = 0.0) -> float:
-        """Return the relative difference. Raises VerifyError above the tolerance."""
+    def _compare(
+        self,
+        what: str,
+        got: Tensor | None,
+        want: Tensor | None,
+        rule: Rule,
+        least: float = 0.0,
+        rounding: float = 0.0,
+    ) -> float:
+        """Return the relative difference. Raises VerifyError above the tolerance and what is nothing but `rounding`."""
         error = relative_error(got, want, least)
-        if not error <= self.tolerance:
+        if not error <= max(self.tolerance, rounding):
             self._refuse(what, error, rule)
         return error
 
@@ -502,14 +508,6 @@ def _apart(layer: LayerSource, name: str, memo: dict[int, Any]) -> LayerSource:
         return module if isinstance(module, torch.jit.ScriptModule) else copy.deepcopy(module, memo)
 
     return replace(layer, build=build) if isinstance(layer, Layer) else Layer(name, build)
-
-
-def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
-    return {
-        f"{layer}.{name}": value
-        for layer, m in modules.items()
-        for name, value in getattr(m, method)(remove_duplicate=False)
-    }
 
 
 def _rolled(value: Any, rows: int, by: int) -> Any:
