@@ -220,7 +220,9 @@ def test_targets_are_chosen_as_peft_does() -> None:
     ]
 
     def chosen(targets: Any) -> list[int]:
-        return [at for at, name in enumerate(names) if LoraOptions(1, 1, 0, targets).chooses(name)]
+        return [
+            at for at, name in enumerate(names) if LoraOptions(r=1, target_modules=targets, lora_alpha=1).chooses(name)
+        ]
 
     assert chosen("all-linear") == [0, 1, 3]
     assert chosen(("q_proj", "lm_head")) == [0, 2]
