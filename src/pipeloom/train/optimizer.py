@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config.sections import Config, ModelSection, OptimizerSection
-from pipeloom.errors import CheckpointError
 from pipeloom.parallel.buckets import main_dtype
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
-from pipeloom.parallel.masters import Counts, Master, Masters
+from pipeloom.parallel.masters import Counts, Masters
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
@@ -131,9 +130,9 @@ class Optimizer:
         rule = self._rule(name)
         return () if rule == "sgd" and not self._options.momentum else _MOMENTS[rule]
 
-    def _optimizer_of(self, master: Master) -> torch.optim.Optimizer:
-        rule = self._rule(master.name)
-        return next(each for each in self.optimizers if isinstance(each, _CLASSES[rule]))
+    def torch_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """Return the one of `optimizers` that steps a parameter."""
+        return next(each for each in self.optimizers if isinstance(each, _CLASSES[self._rule(name)]))
 
     @property
     def counted(self) -> int:
@@ -208,7 +207,7 @@ class Optimizer:
         """
         states: dict[str, dict[str, Any]] = {}
         for master in self.masters.all:
-            state = self._optimizer_of(master).state.get(master.tensor, {})
+            state = self.torch_optimizer(master.name).state.get(master.tensor, {})
             moments = [key for key in self.moments(master.name) if state.get(key) is not None]
             states[master.name] = {
                 "shape": tuple(master.shape),
@@ -219,35 +218,6 @@ class Optimizer:
                 **{key: state[key].reshape(-1) for key in moments},
             }
         return states
-
-    @torch.no_grad()
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load a state, which must hold the elements of each parameter that this process steps, and may hold more.
-
-        A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError for missing elements.
-        """
-        for master in self.masters.all:
-            state = states.get(master.name)
-            if state is None or state["start"] > master.start or state["stop"] < master.stop:
-                raise CheckpointError(
-                    f"the optimizer's state of {master.name!r} does not hold its elements {master.start} to {master.stop}"
-                )
-        self.masters.wait()
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-        for master in self.masters.all:
-            state, tensor = states[master.name], master.tensor
-            section = slice(master.start - state["start"], master.stop - state["start"])
-            tensor.copy_(state["master"][section].view(tensor.shape))
-            moments = self.moments(master.name)
-            if not state["step"] or not moments:
-                continue
-            mine = self._optimizer_of(master).state[tensor]
-            for key in moments:
-                mine[key] = torch.empty_like(tensor).copy_(state[key][section].view(tensor.shape))
-            if "exp_avg" in moments:
-                mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=tensor.device)
-        self.masters.publish()
 
     @property
     def _tensors(self) -> list[nn.Parameter]:
