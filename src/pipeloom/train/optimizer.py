@@ -199,26 +199,6 @@ class Optimizer:
         moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._tensors, *moments]
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return global name -> `shape` of this process's part of the parameter, `start` and `stop` (range of its elements,
-        counted row by row), `step`, and flat views, not copies, of these elements: `master` and the `moments`.
-
-        `step` is 1.0 where SGD or Muon, which do not count steps, have a state.
-        """
-        states: dict[str, dict[str, Any]] = {}
-        for master in self.masters.all:
-            state = self.torch_optimizer(master.name).state.get(master.tensor, {})
-            moments = [key for key in self.moments(master.name) if state.get(key) is not None]
-            states[master.name] = {
-                "shape": tuple(master.shape),
-                "start": master.start,
-                "stop": master.stop,
-                "step": float(state.get("step", 1.0)) if moments else 0.0,
-                "master": master.tensor.detach().reshape(-1),
-                **{key: state[key].reshape(-1) for key in moments},
-            }
-        return states
-
     @property
     def _tensors(self) -> list[nn.Parameter]:
         return [master.tensor for master in self.masters.all]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from optimizer_states import optimizer_states
 from pipeloom.config import MeshShape, load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
@@ -150,7 +151,7 @@ def four_ranks(rank: int) -> None:
         for name, value in weights[sharded].items():
             torch.testing.assert_close(value, want[name], rtol=2e-5, atol=2e-6)
         states[sharded] = [None] * 4
-        dist.all_gather_object(states[sharded], replica.optimizer.state_dict())
+        dist.all_gather_object(states[sharded], optimizer_states(replica.optimizer))
         held[sharded] = replica.optimizer.state_bytes
         everywhere = torch.tensor(held[sharded])
         dist.all_reduce(everywhere)
@@ -236,7 +237,7 @@ def test_bf16_follows_fp32() -> None:
     start = {name: value.float() for name, value in replica.weights().items()}
     for step in range(40):
         replica.optimizer.step(replica.gradients(step), 2e-5)  # below bf16's resolution of weights near 1
-    moved = {name: state["master"] for name, state in replica.optimizer.state_dict().items()}
+    moved = {name: state["master"] for name, state in optimizer_states(replica.optimizer).items()}
     norm = moved["1.weight"]  # LayerNorm's weights start at 1, where bf16's steps are 2^-8
     assert 1e-4 < float((norm - start["1.weight"]).abs().max()) < 2**-8
     assert all(
@@ -284,5 +285,5 @@ def test_masters_learn_of_weights_that_were_loaded() -> None:
             parameter.fill_(0.5)
     for changed in replica.sync.changed:
         changed()
-    masters = [state["master"] for state in replica.optimizer.state_dict().values()]
+    masters = [state["master"] for state in optimizer_states(replica.optimizer).values()]
     assert all(torch.equal(master, torch.full_like(master, 0.5)) for master in masters)

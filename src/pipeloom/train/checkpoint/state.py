@@ -174,7 +174,7 @@ def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
     ]
 
 
-class _State(NamedTuple):
+class SteppedState(NamedTuple):
     """Elements of a parameter that an optimizer of torch steps here, and what it keeps of them: kind -> value."""
 
     held: Holder
@@ -192,7 +192,7 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
     """Return (boxes of this process's optimizer state, key -> state that is a number and not a tensor)."""
     parts: list[Part] = []
     numbers: dict[str, Number] = {}
-    for state in _states(pipeline, optimizer):
+    for state in stepped_states(pipeline, optimizer):
         held, stepped = state.held, state.stepped
         for kind, value in state.values().items() if held.saves_state else ():
             key = f"optimizer.{held.name}.{kind}"
@@ -210,7 +210,7 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
     return parts, numbers
 
 
-def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> list[_State]:
+def stepped_states(pipeline: Pipeline, optimizer: AnyOptimizer) -> list[SteppedState]:
     """Return the state of each parameter that the optimizer steps here."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
     if isinstance(optimizer, Optimizer):
@@ -224,7 +224,7 @@ def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> list[_State]:
                 raise UsageError(
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
                 )
-    return [_State(by_name[pipeline._stored_name(each.name)], each, inner) for each, inner in stepped]
+    return [SteppedState(by_name[pipeline._stored_name(each.name)], each, inner) for each, inner in stepped]
 
 
 def _words(value: object) -> str:
@@ -298,7 +298,7 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
     ours = optimizer if isinstance(optimizer, Optimizer) else None
     for inner in optimizer.optimizers if isinstance(optimizer, Optimizer) else [optimizer]:
         inner.state.clear()
-    for state in _states(pipeline, optimizer):
+    for state in stepped_states(pipeline, optimizer):
         name, tensor = state.held.name, state.stepped.tensor
         present = kinds.get(name, set()) - {"master"}
         if ours is not None:
@@ -334,7 +334,7 @@ def _complete(stored: Reader, held: Holder, present: set[str], moments: tuple[st
     return present.intersection(kinds)
 
 
-def _loaded(stored: Reader, state: _State, key: str) -> Any:
+def _loaded(stored: Reader, state: SteppedState, key: str) -> Any:
     """Return a value of a parameter's state; of tensors in its whole shape the elements that are stepped here."""
     if key in stored.numbers:
         return stored.numbers[key]
