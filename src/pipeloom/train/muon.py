@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.config.sections import ModelSection
-from pipeloom.errors import UsageError
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
@@ -138,20 +137,12 @@ class WholeMatrices:
         matrices: global name -> weight.
         sync: the reduction of their gradients; None where this process holds everything.
         rule: scaling rule, as for `scale_of`.
-
-    Raises UsageError for a weight whose tensor-parallel parts differ in size.
     """
 
     def __init__(self, matrices: Mapping[str, MuonWeight], sync: GradientSync | None, rule: str) -> None:
         self._matrices = matrices
         self._sync = sync
         self._rule = rule
-        for matrix in matrices.values():
-            over = matrix.layout.over("tp")
-            if over is not None and len(set(over.sizes)) > 1:
-                raise UsageError(
-                    f"Muon needs {matrix.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
-                )
 
     def directions(self, updates: Mapping[str, tuple[Master, Tensor]]) -> dict[str, Tensor]:
         """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.

@@ -68,10 +68,6 @@ class Reader:
         except (ConfigError, OSError) as error:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
 
-    def extra(self) -> Any:
-        """Return the value passed to `save` as `extra`, or None."""
-        return read_extra(self.directory) if EXTRA in self.manifest.files else None
-
 
 def read_extra(directory: Path) -> Any:
     """Return the value passed to `save` as `extra`, or None; for a checkpoint that has been verified.
