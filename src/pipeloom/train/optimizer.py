@@ -16,7 +16,7 @@ from pipeloom.parallel.grad_norm import clip, exact_sum, squares
 from pipeloom.parallel.masters import Counts, Masters
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
-from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
+from pipeloom.train.muon import Muon, MuonWeight, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 _CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
@@ -93,10 +93,8 @@ class Optimizer:
                     if p.requires_grad and self._rule(name) == "muon"
                 }
                 if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
-                    whole = WholeMatrices(matrices, sync, options.adjust_lr_fn)
-                    self.optimizers.append(
-                        Muon(groups or [{"params": []}], whole, self.masters.all, lr=options.lr, **inertia)
-                    )
+                    rates = {"lr": options.lr, "rule": options.adjust_lr_fn, **inertia}
+                    self.optimizers.append(Muon(groups or [{"params": []}], matrices, self.masters.all, sync, **rates))
             elif groups and rule == "sgd":
                 self.optimizers.append(torch.optim.SGD(groups, lr=options.lr, **inertia))
             elif groups:

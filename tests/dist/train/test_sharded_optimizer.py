@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optimizer_states import optimizer_states
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.parallel import collectives
@@ -19,6 +19,7 @@ from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.errors import ArgumentError
 from pipeloom.models import VocabularyRanks, cross_entropy, hf, hub_name, layers, tied, token_loss
 from pipeloom.models.hf.library import transformers
@@ -21,6 +21,7 @@ from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 OPTIONS = LoraOptions(r=3, lora_alpha=5.0)

@@ -122,7 +122,10 @@ Tokenizer = ByteTokenizer | VocabularyTokenizer
 def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
     """Load the tokenizer `name`: "bytes", a JSON file, or a directory. Raises ConfigError if that fails."""
     if name == BYTES:
-        return _bytes(bos, eos)
+        require_no_tokens(bos, eos)
+        tokenizer = ByteTokenizer()
+        tokenizer.eos = None if eos == NONE else tokenizer.eos
+        return tokenizer
     path = expanded(name)
     try:
         if path.is_dir():
@@ -145,14 +148,6 @@ def _no_tokenizer(name: str, error: Exception) -> ConfigError:
 
 
 _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
-
-
-def _bytes(bos: str, eos: str) -> ByteTokenizer:
-    tokenizer = ByteTokenizer()
-    require_no_tokens(bos, eos)
-    if eos == NONE:
-        tokenizer.eos = None
-    return tokenizer
 
 
 def _from_file(path: Path) -> Any:

@@ -20,7 +20,7 @@ from pipeloom.limits import expanded
 from pipeloom.measure.build import PARAMETER_DTYPES, foreign, lora_options
 from pipeloom.models import hub_name, layers
 from pipeloom.models.hf.library import causal_model, read_config
-from pipeloom.models.hf.weights import Folder, PretrainedWeights
+from pipeloom.models.hf.weights import PretrainedWeights, stored_tensors
 from pipeloom.models.lora import LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
@@ -60,7 +60,7 @@ def directory_digest(path: Path) -> str:
     Only samples of the values are read, so that the time does not grow with the size of the tensors.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for name, entry in sorted(Folder(path).entries.items()):
+    for name, entry in sorted(stored_tensors(path).entries.items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with entry.file.open("rb", buffering=0) as file:
             for at in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
@@ -119,7 +119,7 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
             elif matrix == "down_proj" and len(shape) == 3:
                 name = f"{stem}experts.down_proj"
             weights.load_part(name, values, offset, shape)
-    return weights.folder.bytes_read
+    return weights.files.bytes_read
 
 
 @torch.no_grad()
