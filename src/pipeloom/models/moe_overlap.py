@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention, visible
-from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
+from pipeloom.models.moe import Arrival, SparseBlock
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
+from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch, unpermute_and_mix
 from pipeloom.parallel.router import RouterNoise
 from pipeloom.shapes.rules import require_rules
 
@@ -86,10 +86,11 @@ def run_in_sequence_blocks(
         (dispatch_plan,) = dispatch.plans()  # the counts have travelled beside the last block's experts
         ready.append((mlp.start_dispatch(rows, dispatch_plan), dispatch_plan, tokens))
     start_experts()
-    parts = [
-        plus(landed(arrive, plan), shared).view_as(part)
-        for (arrive, plan, shared), part in zip(landing, attended, strict=True)
-    ]
+    parts = []
+    for (arrive, plan, shared), part in zip(landing, attended, strict=True):
+        rows, weights, *_ = arrive()
+        mixed = unpermute_and_mix(rows, weights, plan)
+        parts.append((mixed if shared is None else mixed + shared).view_as(part))
     whole = torch.cat(attended, 1)
     return (whole + block.mlp_dropout(mlp.leave(torch.cat(parts, 1), whole.shape), microbatch),)
 

@@ -16,7 +16,6 @@ from pipeloom.models.hf.context import spread_attention
 from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import (
     Altered,
-    FamilyErrors,
     FirstPart,
     LastPart,
     Recorder,
@@ -25,6 +24,7 @@ from pipeloom.models.hf.parts import (
     Stubs,
     Tape,
     TrunkLayer,
+    family_errors,
     set_tensor,
     with_separate_weight_gradients,
 )
@@ -138,7 +138,7 @@ class Cut:
         return partial(self._build, name)
 
     def _build(self, name: str) -> nn.Module:
-        with FamilyErrors(type(self.model).__name__):
+        with family_errors(type(self.model).__name__):
             return self._layer(name)
 
     def _layer(self, name: str) -> nn.Module:
