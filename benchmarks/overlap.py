@@ -32,7 +32,7 @@ import torch.distributed as dist
 import pipeloom as pl
 from layers import mse, total
 from parts import run_parts
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.measure.rehearse import Clock, EmulatedLayer
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
@@ -43,6 +43,7 @@ from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
 from pipeloom.schedule.transforms import unpair
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.traces.measured import hops
 from processes import run_ranks
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import note_kind
 import pipeloom as pl
 from models import batch, blocks, mse
-from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
 from pipeloom.errors import UsageError
@@ -25,6 +24,7 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Need
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.traces.measured import hops
 from processes import free_port, run_ranks
 

@@ -151,16 +151,6 @@ def _weights_are_a_checkpoint(config: Config) -> Iterator[Problem]:
         )
 
 
-@_reads("lora", "model.source", "model.weights")
-def _adapters_have_weights(config: Config) -> Iterator[Problem]:
-    if config.lora.r and not config.model.source and not config.model.weights:
-        yield (
-            "lora.r",
-            "there are no pretrained weights to adapt; set model.source to a Hugging Face directory, or model.weights to "
-            "a checkpoint or such a directory",
-        )
-
-
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
 def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
     tp, length = config.parallel.tp, config.train.seq_len
@@ -262,14 +252,6 @@ def _source_exists(config: Config) -> Iterator[Problem]:
             yield f'data.{key} = "{name}": there is no such file or folder; "stdlib" is Python\'s own source'
         elif not glob.glob(path, recursive=True):
             yield f'data.{key} = "{name}": no file matches the pattern'
-
-
-@_reads("checkpoint.dir", "log.dir")
-def _folders_are_no_files(config: Config) -> Iterator[Problem]:
-    for key, name in (("checkpoint.dir", config.checkpoint.dir), ("log.dir", config.log.dir)):
-        path = expanded(name)
-        if os.path.exists(path) and not os.path.isdir(path):
-            yield key, "it is a file, not a folder"
 
 
 @_reads("checkpoint.resume", "checkpoint.dir", "log.dir")

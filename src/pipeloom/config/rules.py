@@ -21,6 +21,7 @@ _ROWS = """
 ep_chunks | ep_blocks | use either this or parallel.ep_blocks {ep_blocks}, not both
 num_shared_experts, moe_layer_freq, experts_class, router_class | dense model | there are no experts; set model.num_experts
 tp, ep | source | it applies to Pipeloom's own decoder only, not to model.source; nearest: 1
+lora | untrained weights | there are no pretrained weights to adapt; set model.source or model.weights to a directory of them
 lora_dropout | tp | the ranks of parallel.tp {tp} would drop different inputs; nearest: 0
 sp | one tensor rank | it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more
 unshard_slots | whole weights | parallel.zero is {zero}, and only 3 gathers parameters; set parallel.zero = 3
@@ -101,6 +102,8 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "router_class": ("model.router_class", _unless("")),
     "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
     "source": ("model.source", _unless("")),
+    "lora": ("lora.r", _unless(0)),
+    "untrained weights": ("model.weights model.source", lambda c, v: not v and not c.model.source),
     "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
     "tp": ("parallel.tp", _unless(1, COMPUTED)),
     "one tensor rank": ("parallel.tp", lambda c, v: v == 1),

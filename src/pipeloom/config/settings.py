@@ -80,7 +80,7 @@ def load_layout(
     world_size: int | None = None,
     folder: Path | None = None,
 ) -> Layout:
-    """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
+    """The layout of `load(path, *overrides)`, with the problems of both in one ConfigError.
 
     `world_size` is the number of workers that torchrun started (0: as many as the layout needs, with 1 for an axis of -1); it
     determines an axis of -1, and is a problem where it differs from the layout's. Code that a key names as `module:function` is

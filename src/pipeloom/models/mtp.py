@@ -70,38 +70,32 @@ Embeddings = tuple[Tensor, dict[str, Tensor | None]]
 """Embeddings [batch, length, width], and by name those of the tokens ahead, None where there are none."""
 
 
-def _with_ahead(
-    look_up: Callable[[Tensor], Tensor], tokens: Tensor, mtp_tokens: Tensor | None, depth: int
-) -> Embeddings:
-    names = [embedding_name(distance) for distance in range(1, depth + 1)]
-    if mtp_tokens is None:
-        return look_up(tokens), dict.fromkeys(names)
-    whole = look_up(torch.cat((tokens, *mtp_tokens.unbind(-1))))  # one look-up, and so one sum over tp ranks
-    here, *others = whole.chunk(1 + depth)
-    return here, dict(zip(names, others, strict=True))
-
-
 def _own(layer: SharesTokens, ahead: Tensor | None) -> Tensor | None:
     """Return what a keyword argument says of the tokens at hand."""
     return ahead if ahead is None or layer.context is None else layer.context.own_tokens(ahead)
 
 
-class EmbeddingAhead(SharesTokens, nn.Embedding):
+class _LooksAhead(SharesTokens):
     """Embedding of tokens [batch, length] and of those ahead of them, `mtp_tokens` [batch, length, depth]."""
 
     depth: int
 
-    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
+    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:
+        look_up: Callable[[Tensor], Tensor] = super().forward  # type: ignore[misc]
+        names = [embedding_name(distance) for distance in range(1, self.depth + 1)]
+        if (mtp_tokens := _own(self, mtp_tokens)) is None:
+            return look_up(tokens), dict.fromkeys(names)
+        whole = look_up(torch.cat((tokens, *mtp_tokens.unbind(-1))))  # one look-up, and so one sum over tp ranks
+        here, *others = whole.chunk(1 + self.depth)
+        return here, dict(zip(names, others, strict=True))
 
 
-class VocabularyEmbeddingAhead(SharesTokens, VocabularyEmbedding):
+class EmbeddingAhead(_LooksAhead, nn.Embedding):  # type: ignore[misc]
+    """The same of a whole weight."""
+
+
+class VocabularyEmbeddingAhead(_LooksAhead, VocabularyEmbedding):  # type: ignore[misc]
     """The same with this rank's rows of the weight."""
-
-    depth: int
-
-    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
 
 
 class _TokenLinear(nn.Linear):

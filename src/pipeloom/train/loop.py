@@ -413,8 +413,7 @@ class Trainer:
                 f"step {bad}: another bad step after {allowed} rollback{'s' * (allowed != 1)} (train.rollbacks): use a "
                 f"smaller optimizer.lr than {self.config.optimizer.lr}"
             )
-        if self.checkpoints is None:
-            raise DivergedError(f"step {bad}: there is no checkpoint to roll back to")
+        assert self.checkpoints is not None  # a run that rolls back saves before its first step
         self._adopted(self.checkpoints.back())
         left_out = f"batches {state.batch} to {batch - 1} are left out"
         state.batch, state.rollbacks = batch, used

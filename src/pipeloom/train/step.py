@@ -37,11 +37,6 @@ def norm_of(rows: Sequence[Sequence[float]], flags: int) -> float:
     return global_norm(square for row in rows for square in row[flags:])
 
 
-def own_square(row: Sequence[float], flags: int) -> float:
-    """Return the sum of the squares in one row that begins with `flags` flags."""
-    return exact_sum(row[flags:])
-
-
 @dataclass(frozen=True)
 class LayerNorms:
     """Name -> norm: of gradients before clipping, and of parameters before the step. A tied weight is under its first name."""

@@ -281,7 +281,7 @@ def test_a_part_of_a_tensor_is_read(
 ) -> None:
     whole = torch.randn(shape)
     save_file({"before": torch.ones(3), "it": whole}, tmp_path / "model.safetensors")
-    folder = weights.Folder(tmp_path)
+    folder = weights.stored_tensors(tmp_path)
     found = torch.empty(part, dtype=torch.float64)
     folder.read_into("it", found, start)
     want = whole[tuple(slice(at, at + size) for at, size in zip(start, part, strict=True))]

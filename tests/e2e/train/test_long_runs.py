@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import pipeloom as pl
+from optimizer_states import optimizer_states
 from pipeloom.config import load_layout
 from pipeloom.config.settings import to_toml
 from pipeloom.errors import ConfigError
@@ -49,7 +50,7 @@ def trained(**changes: Any) -> tuple[Notes, dict[str, Tensor]]:
     train = layout.config.train
     trainer.train(TEXT, evenly_spaced(TEXT[:1500], train.global_batch_size, train.seq_len, train.eval_batches))
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
-    for name, kinds in trainer.optimizer.state_dict().items():
+    for name, kinds in optimizer_states(trainer.optimizer).items():
         state |= {f"{name} {kind}": value.clone() for kind, value in kinds.items() if isinstance(value, Tensor)}
     return notes, state
 

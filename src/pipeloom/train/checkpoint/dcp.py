@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeloom.errors import CheckpointError
 from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
-from pipeloom.train.checkpoint.reader import opened
+from pipeloom.train.checkpoint.reader import opened, read_extra
 from pipeloom.train.checkpoint.save import write_alone
 
 RECORD = "pipeloom.json"  # the key of the values that are not tensors
@@ -55,7 +55,7 @@ def export_dcp(path: Path, out: Path) -> Path:
         "stored": list(manifest.stored),
         "numbers": dict(manifest.numbers),
         "base": None if manifest.base is None else asdict(manifest.base),
-        "extra": reader.extra(),
+        "extra": read_extra(directory),
     }
     state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
     out.mkdir(parents=True, exist_ok=True)

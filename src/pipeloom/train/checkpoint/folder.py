@@ -20,12 +20,10 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, ConfigError, UsageError
 from pipeloom.limits import CONFIG_BYTES, expanded, read_file, runs_in
-from pipeloom.models.stored_tensors import STORED_DTYPES
-from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
+from pipeloom.train.checkpoint.manifest import DTYPES_BY_NAME, MANIFEST, StoredFile
 
 # Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
 _PIECE = 2**20
-DTYPES_BY_NAME = STORED_DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 

@@ -19,11 +19,12 @@ from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.sections import DataSection, LoraSection
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
+from pipeloom.measure.build import lora_options
 from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
-from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
+from pipeloom.models.lora import is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
 from pipeloom.train.checkpoint.folder import newest_checkpoint, require_new
@@ -189,7 +190,8 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     """Write a checkpoint's adapters alone, or with `merge` the whole model with the adapters added to its weights."""
     section = _section(reader)
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
-    options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
+    options = lora_options(lora)
+    assert options is not None
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
     adapters = {hub_name(name): reader.whole(f"model.{name}") for name in names}
     if not merge:

@@ -17,10 +17,10 @@ from pipeloom.config import Config
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.errors import CheckpointError, ConfigError, did_you_mean
 from pipeloom.limits import expanded
-from pipeloom.measure.build import lora_options
+from pipeloom.measure.build import PARAMETER_DTYPES, foreign, lora_options
 from pipeloom.models import hub_name, layers
 from pipeloom.models.hf.library import causal_model, read_config
-from pipeloom.models.hf.weights import Folder, PretrainedWeights
+from pipeloom.models.hf.weights import PretrainedWeights, stored_tensors
 from pipeloom.models.lora import LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
@@ -60,7 +60,7 @@ def directory_digest(path: Path) -> str:
     Only samples of the values are read, so that the time does not grow with the size of the tensors.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for name, entry in sorted(Folder(path).entries.items()):
+    for name, entry in sorted(stored_tensors(path).entries.items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with entry.file.open("rb", buffering=0) as file:
             for at in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
@@ -89,8 +89,7 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
     if config.model.weights and (config.lora.r or not resumed):
         weights = expanded(config.model.weights).absolute()
         (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
-    if config.lora.r:
-        _require_adapters(config, pipeline)
+    require_targets(config)
     if config.lora.adapter and not resumed:
         read_adapter(expanded(config.lora.adapter), pipeline)
 
@@ -120,7 +119,7 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
             elif matrix == "down_proj" and len(shape) == 3:
                 name = f"{stem}experts.down_proj"
             weights.load_part(name, values, offset, shape)
-    return weights.folder.bytes_read
+    return weights.files.bytes_read
 
 
 @torch.no_grad()
@@ -163,39 +162,24 @@ def require_checkpoints(config: Config) -> None:
 
 
 def require_targets(config: Config) -> None:
-    """Raise ConfigError for adapters of layers that the model, which is built without its values, does not have."""
-    if not config.lora.r or config.lora.adapter or config.lora.target_modules == ALL_LINEAR:
+    """Raise ConfigError for an entry of `lora.target_modules` that fits no linear layer of the model, built without its values.
+
+    Layers that a class of your own has are not known.
+    """
+    options, targets = lora_options(config.lora), config.lora.target_modules
+    own_classes = any(getattr(config.model, key) for key in CLASS_KEYS)
+    if options is None or config.lora.adapter or targets == ALL_LINEAR or own_classes:
         return
     if config.model.source:
-        parts = {"": causal_model(read_config(expanded(config.model.source)), None)}
+        parts = {"": foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).cut.model}
     else:
         parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
     modules = [(layer, *each) for layer, part in parts.items() for each in part.named_modules()]
     linear = {hub_name(f"{layer}.{path}".strip(".")) for layer, path, module in modules if is_linear(module)}
-    _refuse_targets(config, linear, linear)
-
-
-def _require_adapters(config: Config, pipeline: Pipeline) -> None:
-    """As `require_targets`, of a model that is built; on every rank."""
-    if config.lora.adapter:  # whose own layers are compared when it is read
-        return
-    names = [(hub_name(name), p) for name, p in pipeline.named_parameters()]
-    adapted = [name.rpartition(".lora_")[0] for name, _ in names if is_adapter(name)]
-    weights = {name.split(".")[-2] for name, p in names if p.ndim == 2 and name.endswith(".weight")}
-    everyone = from_every_rank(pipeline, [adapted, sorted(weights)], "the other ranks to count their adapters")
-    adapted_anywhere, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
-    _refuse_targets(config, adapted_anywhere, known)
-
-
-def _refuse_targets(config: Config, names: Collection[str], known: Collection[str]) -> None:
-    """Raise ConfigError for an entry of `lora.target_modules` that none of the linear layers `names` fits."""
-    options = lora_options(config)
-    assert options is not None
-    targets = options.target_modules
     for target in [targets] if isinstance(targets, str) else targets:
         rule = replace(options, target_modules=target if isinstance(targets, str) else (target,))
-        if not any(map(rule.chooses, names)):
-            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in known})
+        if not any(map(rule.chooses, linear)):
+            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in linear})
             raise ConfigError(f"lora.target_modules: no linear layer is called {target!r:.200}{nearest}")
 
 

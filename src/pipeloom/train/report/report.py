@@ -296,8 +296,18 @@ class Report:
             self.draw(typical(traces), traces, [comparison.predicted] if comparison is not None else ())
         self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
         if traces:
-            self._record_step(typical(traces), crowded)
-            self.say("\n".join(step_lines(typical(traces), comparison, crowded)))
+            measured = typical(traces)
+            prediction = simulated(measured)
+            self.record(
+                "bubble",
+                ranks=measured.schedule.ranks,
+                shared_cores=crowded,
+                measured=measured.bubble_rate,
+                simulated=prediction.bubble_rate,
+                makespan_measured=measured.makespan,
+                makespan_simulated=prediction.makespan,
+            )
+            self.say("\n".join(step_lines(measured, comparison, crowded)))
         if comparison is not None:
             self.record("prediction", **comparison.record())
         if written:
@@ -305,18 +315,6 @@ class Report:
             parts = (textwrap.wrap(line, COLUMNS - 4, drop_whitespace=False) or [""] for line in written.split("\n"))
             self.say("sample:\n" + "\n".join(f"  | {part}" for line in parts for part in line))
         self.say_files(drawn=bool(traces))
-
-    def _record_step(self, measured: Timeline, crowded: str) -> None:
-        prediction = simulated(measured)
-        self.record(
-            "bubble",
-            ranks=measured.schedule.ranks,
-            shared_cores=crowded,
-            measured=measured.bubble_rate,
-            simulated=prediction.bubble_rate,
-            makespan_measured=measured.makespan,
-            makespan_simulated=prediction.makespan,
-        )
 
 
 class _NoReport:

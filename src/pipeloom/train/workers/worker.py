@@ -114,17 +114,12 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
         failure = cause or watchdog.failed(text)
     else:
         trace = text if code == 1 and "\n" in text else ""
-        what = text.splitlines()[-1] if trace else text or describe_end(code)
+        what = text.splitlines()[-1] if trace else text or f"it exited with code {code}"
         failure = watchdog.failed(f"rank {rank} failed: {what}", (rank,), trace)
     blames = (rank,) if failure.origin == rank and not failure.blames else failure.blames
     if code != DistributedError.exit_code:
         blames = () if getattr(error, "of_all_ranks", False) else (rank,)
     return code, text, blames, failure.origin
-
-
-def describe_end(code: int) -> str:
-    """Return the message for a worker that exited without one."""
-    return f"it exited with code {code}"
 
 
 def leave(code: int) -> NoReturn:

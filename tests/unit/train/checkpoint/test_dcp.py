@@ -15,7 +15,7 @@ from pipeloom.cli import main
 from pipeloom.errors import CheckpointError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.dcp import RECORD, export_dcp, import_dcp
-from pipeloom.train.checkpoint.reader import Reader, verified
+from pipeloom.train.checkpoint.reader import Reader, read_extra, verified
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,7 +43,7 @@ def contents(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object], ob
     assert manifest is not None, problem
     reader = Reader(path, manifest)
     tensors = {key: reader.region(key, entry.boxes[0].box) for key, entry in manifest.tensors.items()}
-    return tensors, dict(manifest.numbers), (manifest.step, reader.extra())
+    return tensors, dict(manifest.numbers), (manifest.step, read_extra(reader.directory))
 
 
 def test_out_and_in_again_is_bit_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
