@@ -61,7 +61,7 @@ class TableFlags:
     attention_tokens: int | None = flag(
         None, "N", "Tokens of a sequence of --lengths at which attention takes as long as all else.", min=1
     )
-    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
 
 
 @with_options(without=("csv", "trace"))
