@@ -121,7 +121,16 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     before, _ = schedule.neighbours
     places = schedule.placement
     awaited = [other is not None and places[other] != places[stage] for stage, other in enumerate(before)]
-    cooldowns = [_Cooldown.split(schedule, rank, awaited) for rank in range(schedule.ranks)]
+    stride, units = schedule._kind_stride, schedule.units
+
+    def due(code: int) -> bool:
+        letter = schedule.kinds[code // stride].letter
+        return letter in ("I", "W") or (letter == "B" and awaited[code % stride // units])
+
+    tails = [_behind_last_forward(schedule, rank)[1] for rank in range(schedule.ranks)]
+    cooldowns = [
+        _Cooldown.of(schedule, rank, [code % stride for code in tail if due(code)]) for rank, tail in enumerate(tails)
+    ]
     shortest = _with_weights_in_waits(schedule, cooldowns, costs, at_most=schedule)
     options = dict(schedule.options) | {"cooldown": "split"}
     return replace(shortest, options=tuple(sorted(options.items())))
@@ -152,7 +161,13 @@ def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | N
             f"{schedule.microbatches}, or 0 for all"
         )
     ends = frozenset(route[-1] for route in schedule.routes)
-    cooldowns = [_Cooldown.deferred(schedule, rank, ends, last) for rank in range(schedule.ranks)]
+    stride, limit, units = schedule._kind_stride, schedule._pair_stride, schedule.units
+
+    def at_end(code: int) -> bool:
+        return schedule.kinds[code // stride].letter in ("B", "I") and code % stride // units in ends
+
+    backwards = [[code % limit % stride for code in program if at_end(code % limit)] for program in schedule.codes]
+    cooldowns = [_Cooldown.of(schedule, rank, each[-last * schedule.slices :]) for rank, each in enumerate(backwards)]
     return _with_weights_in_waits(schedule, cooldowns, costs)
 
 
@@ -171,53 +186,17 @@ class _Cooldown:
     weights: Mapping[int, int]
 
     @classmethod
-    def split(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cooldown:
-        """Split every B of the cool-down whose stage is `awaited`: another rank waits for its input gradient."""
-        stride = schedule._kind_stride
-        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
-        head, tail = _behind_last_forward(schedule, rank)
-        rest: list[int] = []
-        weights: dict[int, int] = {}
-        for code in tail:
-            place = code % stride
-            if code - place == weight_grad:
-                weights.setdefault(input_grad + place, code)
-                continue
-            if code - place == backward and awaited[place // schedule.units]:
-                code = input_grad + place
-            if code - place == input_grad:
-                weights.setdefault(code, weight_grad + place)
-            rest.append(code)
-        return cls(head, tuple(rest), weights)
-
-    @classmethod
-    def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
-        """Split every B of the stages `ends`, and leave the last `last` W (0: all) of them to be placed."""
-        stride, limit, units = schedule._kind_stride, schedule._pair_stride, schedule.units
-        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
-
-        def place_of(code: int) -> int | None:
-            """Stage and unit of a backward of one of the `ends`; None for anything else."""
-            code, place = code % limit, code % limit % stride
-            is_end = place // units in ends and code - place in (backward, input_grad)
-            return place if is_end else None
-
-        places = [place for code in schedule.codes[rank] if (place := place_of(code)) is not None]
-        delayed = set(places[-last * schedule.slices :] if last else places)
+    def of(cls, schedule: Schedule, rank: int, places: Iterable[int]) -> _Cooldown:
+        """Split every B of these places (stage and unit), and leave their W to be placed."""
+        backward, input_grad, weight_grad = (kind_number(letter) * schedule._kind_stride for letter in "BIW")
+        weights = {input_grad + place: weight_grad + place for place in places}
+        apart, placed, limit = input_grad - backward, set(weights.values()), schedule._pair_stride
 
         def rewritten(program: Program) -> Program:
-            codes: list[int] = []
-            for code in program:
-                place = place_of(code)
-                if place in delayed and code % limit - place == backward:
-                    codes.append(code - backward + input_grad)
-                elif not (code - code % stride == weight_grad and code % stride in delayed):
-                    codes.append(code)
-            return tuple(codes)
+            return tuple(code + apart * (code % limit + apart in weights) for code in program if code not in placed)
 
         head, tail = _behind_last_forward(schedule, rank)
-        due = [place for place in places if place in delayed]
-        return cls(rewritten(head), rewritten(tail), {input_grad + place: weight_grad + place for place in due})
+        return cls(rewritten(head), rewritten(tail), weights)
 
     @property
     def late(self) -> Program:
