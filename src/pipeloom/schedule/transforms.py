@@ -462,7 +462,7 @@ class NamedTransform:
 
     @property
     def takes_word(self) -> bool:
-        return [*self._parameters.values()][1].annotation.startswith("str")
+        return "str" in [*self._parameters.values()][1].annotation
 
     def apply(self, schedule: Schedule, value: int | str | None, costs: Costs | None) -> Schedule:
         """Return the schedule after the transform; None: without a value."""
