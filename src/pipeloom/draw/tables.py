@@ -97,9 +97,9 @@ def shown_figures(
     rows = [figure_cells(timeline) | _byte_cells(timeline, limit) for _, timeline in timelines]
     hidden = {("mem.", "max")} if all(row["mem.", "max"] == row["act.", "max"] for row in rows) else set()
     hidden |= {("mes.", "size")} if not costs.message else set()
-    shown = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
-    heads = [[word, *(key[at] for key in shown)] for at, word in enumerate(("", "schedule"))]
-    lines = ([label, *(row.get(key, "-") for key in shown)] for (label, _), row in zip(timelines, rows, strict=True))
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
+    heads = [[word, *(key[at] for key in columns)] for at, word in enumerate(("", "schedule"))]
+    lines = ([label, *(row.get(key, "-") for key in columns)] for (label, _), row in zip(timelines, rows, strict=True))
     memory = "" if hidden >= {("mem.", "max")} else "; mem.: peak memory in the same units"
     return (*heads, *lines), (
         f"costs of 1/p of the model: {cost_numbers(costs)} (a stage of a schedule with v chunks a rank costs 1/v of them)",

@@ -251,15 +251,15 @@ class Costs:
 
     def saved(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
-        kept, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
+        shares, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
         return self._bytes_of(SAVED, stages) or tuple(
-            (1 - share) * a for share, a in zip(kept, activation, strict=True)
+            (1 - share) * a for share, a in zip(shares, activation, strict=True)
         )
 
     def kept_bytes(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that R of one micro-batch needs on each stage; without bytes, the share `kept` of `activation`."""
-        kept, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
-        return self._bytes_of(KEPT, stages) or tuple(map(mul, kept, activation))
+        shares, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
+        return self._bytes_of(KEPT, stages) or tuple(map(mul, shares, activation))
 
     def while_running(self, value: str, stages: int) -> tuple[float, ...] | None:
         """stage -> the size of one of `WHILE_RUNNING`, in the unit of `activation`; None without such bytes."""

@@ -448,7 +448,7 @@ class NamedTransform:
     value: str | None = None
 
     @cached_property
-    def _parameters(self) -> dict[str, Parameter]:
+    def _arguments(self) -> dict[str, Parameter]:
         return dict(signature(self.function).parameters)
 
     @property
@@ -458,15 +458,15 @@ class NamedTransform:
 
     @property
     def needs_value(self) -> bool:
-        return self.value is not None and [*self._parameters.values()][1].default is Parameter.empty
+        return self.value is not None and [*self._arguments.values()][1].default is Parameter.empty
 
     @property
     def takes_word(self) -> bool:
-        return "str" in [*self._parameters.values()][1].annotation
+        return "str" in [*self._arguments.values()][1].annotation
 
     def apply(self, schedule: Schedule, value: int | str | None, costs: Costs | None) -> Schedule:
         """Return the schedule after the transform; None: without a value."""
-        more = {"costs": costs} if "costs" in self._parameters else {}
+        more = {"costs": costs} if "costs" in self._arguments else {}
         return self.function(schedule, *([] if value is None else [value]), **more)
 
 
