@@ -27,12 +27,11 @@ from pipeloom.cli.options import (
 )
 from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep
-from pipeloom.draw.figures import cost_numbers, in_blocks, number
-from pipeloom.draw.tables import figure_notes, full_rank_peaks, shared_costs, shown_figures
+from pipeloom.draw.figures import cost_numbers, in_blocks
+from pipeloom.draw.tables import full_rank_peaks, shared_costs, shown_figures
 from pipeloom.errors import COLUMNS, ConfigError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.families import FAMILIES, canonical_name
 from pipeloom.traces.timelines import costs_dict
 
@@ -62,7 +61,7 @@ class TableFlags:
     attention_tokens: int | None = flag(
         None, "N", "Tokens of a sequence of --lengths at which attention takes as long as all else.", min=1
     )
-    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
 
 
 @with_options(without=("csv", "trace"))
@@ -240,27 +239,11 @@ def table(
     Args:
         limit: bytes of a device.
     """
-    cells_of_rows = shown_figures([timeline for _, timeline in rows], costs)
-    figures_of_rows = [line | _bytes(timeline, limit) for line, (_, timeline) in zip(cells_of_rows, rows, strict=True)]
-    heads = [[word, *(head[at] for head in figures_of_rows[0])] for at, word in enumerate(("", "schedule"))]
-    cells = [[label, *line.values()] for (label, _), line in zip(rows, figures_of_rows, strict=True)]
-    notes = ["", *figure_notes(costs, cells_of_rows)]
-    if costs.bytes:
-        notes.append("GiB: the most bytes in each pool, on the rank that has the most")
+    cells, notes = shown_figures(rows, costs, limit)
+    lines = [*in_blocks(cells, min(width, COLUMNS)), "", *notes]
     if refused:
-        notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
-    return [*in_blocks([*heads, *cells], min(width, COLUMNS)), *notes]
-
-
-def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
-    """Return as `shown_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
-    cells: dict[tuple[str, str], str] = {}
-    for pool, peaks in timeline.peak_bytes.items():
-        most = max(peaks)
-        cells |= {(pool, "GiB"): number(most / 2**30), (pool, "rank"): str(peaks.index(most))}
-        if limit is not None and pool == DEVICE:
-            cells[f"{number(limit / 2**30)} GiB", "fits"] = "yes" if most <= limit else "no"
-    return cells
+        lines += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
+    return lines
 
 
 def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:

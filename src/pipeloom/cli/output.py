@@ -133,10 +133,5 @@ def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
-    return to_dict(timeline.schedule) | figures_and_costs(timeline)
-
-
-def figures_and_costs(timeline: Timeline) -> dict[str, object]:
-    """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
-    return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
+    return to_dict(timeline.schedule) | {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from functools import partial
 
 from pipeloom.cli.options import (
@@ -18,11 +18,10 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, emit, figures_and_costs, write_csv
+from pipeloom.cli.output import OutputFlags, as_dict, emit, write_csv
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
-from pipeloom.schedule.json_form import parts_of_json
 from pipeloom.traces.segment_times import read_segments
 
 
@@ -78,8 +77,7 @@ def command(
         write_csv(schedule, messages=torch_csv)
     elif output.as_json:
         more = {"segments": [dict(zip(table[0], row, strict=True)) for row in table[1:]]} if table else {}
-        sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline) | more))
-        print()
+        print(json.dumps(as_dict(timeline) | more, allow_nan=False))
     else:
         output.print_timeline(timeline)
         if table:
