@@ -143,9 +143,9 @@ def verify(
     batch = _Batch(inputs, targets, keywords, weighing, options.microbatch_sizes)
     with seeded(0):
         for recompute in ("none", "full"):
-            chosen = replace(options, recompute=recompute)
-            twice = _copied(layers), _copied(layers)
-            sides = _Sides(*twice, schedule, loss, chosen, batch, tied=tied, stages=stages, tolerance=tolerance)
+            models = _copied(layers), _copied(layers)
+            run = replace(options, recompute=recompute)
+            sides = _Sides(*models, schedule, loss, run, batch, tied=tied, stages=stages, tolerance=tolerance)
             with _without_gradients([each for each in (*layers, loss) if isinstance(each, nn.Module)]) as changed:
                 for step in range(steps):
                     sides.compare_step(step, report)
