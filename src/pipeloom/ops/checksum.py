@@ -42,7 +42,7 @@ def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
     changes it, and so does the order of rows. Fast even for many small tensors.
     """
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
-    small = [tensor.reshape(-1).view(torch.uint8) for tensor in plain]
+    small = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain]
     parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
     if small:
         parts.append(torch.cat(small))

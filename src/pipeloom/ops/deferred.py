@@ -282,13 +282,12 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)
-        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD and _is_plain(part.__dict__.get("forward")):
-            part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
-
-
-def _is_plain(forward: Any) -> bool:
-    """Return whether an instance has no forward of its own, or this module's."""
-    return forward is None or (isinstance(forward, partial) and forward.func is _forward)
+        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD:
+            forward = part.__dict__.get("forward")
+            if forward is None or (
+                isinstance(forward, partial) and forward.func is _forward
+            ):  # none of its own, or ours
+                part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
 
 
 def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor) -> Tensor:

@@ -190,11 +190,8 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
             parameter, expert = candidate.parameter, candidate.sharding.over("ep") is not None
             key = (candidate.stages, expert, candidate.sharding.partial, parameter.dtype, parameter.device)
             members = groups.setdefault(key, [[]])
-            size = (
-                sum(other.parameter.numel() for other in (*members[-1], candidate))
-                * main_dtype(parameter.dtype).itemsize
-            )
-            if members[-1] and size > capacity:
+            elements = sum(other.parameter.numel() for other in (*members[-1], candidate))
+            if members[-1] and elements * main_dtype(parameter.dtype).itemsize > capacity:
                 members.append([])
             members[-1].append(candidate)
     place = {candidate.name: at for at, candidate in enumerate(reversed(held))}

@@ -241,9 +241,7 @@ class GradientSync:
         self._parameter_of: dict[str, nn.Parameter] = {}
         self._pending: dict[Bucket, Reduction] = {}
         self._open: dict[Bucket, set[int]] = {}  # bucket -> stages that are not done
-        self._awaited: dict[
-            Bucket, set[nn.Parameter]
-        ] = {}  # bucket -> parameters that the last backward has not reached
+        self._awaited: dict[Bucket, set[nn.Parameter]] = {}  # parameters that the last backward has not reached
         self._complete: set[Bucket] = set()  # buckets whose gradients of this step are complete
         self._lock = threading.Lock()
         self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))

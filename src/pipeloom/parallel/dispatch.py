@@ -221,12 +221,8 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
     assert across is not None
     assert inside is not None
     total = routings[0].tally.counts.numel()
-    local_experts, per_node, nodes, places = (
-        parallel.own(total)[0],
-        total // parallel.nodes,
-        parallel.nodes,
-        inside.size,
-    )
+    nodes, places = parallel.nodes, inside.size
+    local_experts, per_node = parallel.own(total)[0], total // nodes
     assigned, counts = [], []
     for routing in routings:
         experts = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
@@ -256,12 +252,9 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
         for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
             sent, received = sent_counts[:, inside.index, at, 0], received_counts[:, inside.index, at, 0]
             first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
-            handed_on = received_counts[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
-            handed_here = (
-                received_counts[:, :, at, 1:]
-                .view(nodes, places, places, local_experts)[:, :, inside.index]
-                .permute(1, 2, 0)
-            )
+            by_expert = received_counts[:, :, at, 1:].view(nodes, places, places, local_experts)
+            handed_on = by_expert[:, inside.index].sum((0, 2))
+            handed_here = by_expert[:, :, inside.index].permute(1, 2, 0)
             second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
             arrival = _arrival(keys, handed_here, local_experts, route.device)
             plans.append(DispatchPlan(assignment, (first, second), arrival, route))

@@ -374,7 +374,10 @@ def _unusable(
                     f"layer {layer!r} has a lazy module: {name!r} has no shape yet; build it with its sizes, or call the layer "
                     "once on an example first"
                 )
-            elif isinstance(value, nn.Parameter) and not (is_strided(value) and _has_memory(value)):
+            elif isinstance(value, nn.Parameter) and not (
+                # A frozen wrapper (a quantized weight) needs no memory of its own.
+                is_strided(value) and (not value.requires_grad or memory_of(value) is not None)
+            ):
                 yield (
                     f"{layer}.{name} is a {layout_name(value)} parameter, and Pipeloom reduces and saves strided ones: make it "
                     "from a strided parameter in the forward, or register it as a buffer if it does not train"
@@ -396,11 +399,6 @@ def _unusable(
                     f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on "
                     f"{over} use other rows: build the embedding without max_norm"
                 )
-
-
-def _has_memory(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has memory of its own, if it trains: a frozen wrapper (a quantized weight) needs none."""
-    return not parameter.requires_grad or memory_of(parameter) is not None
 
 
 def _held(

@@ -30,6 +30,7 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 
+_WIDE = (torch.float64, torch.complex128)
 _GATHERED = "the weights of which each replica holds a share"
 _STEPPED = "the weights that other replicas have stepped"
 _SUMMED = "the sum of the gradients over the replicas"
@@ -258,7 +259,9 @@ class StepGradients:
         carrier = carrier_of(device, everyone.group)
         with self._alarm.waiting_for_device(device):
             square = square_norm(counted)
-        row = torch.tensor([*square, float(any(map(_is_wide, counted)))], dtype=torch.float64, device=carrier)
+        row = torch.tensor(
+            [*square, float(any(each.dtype in _WIDE for each in counted))], dtype=torch.float64, device=carrier
+        )
         rows = [row]
         if everyone.group is not None:
             rows = [torch.empty_like(row) for _ in range(everyone.size)]
@@ -317,7 +320,3 @@ def checked_max_norm(max_norm: float) -> float:
     if not most >= 0:
         raise UsageError(f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number of at least 0")
     return most
-
-
-def _is_wide(gradient: Tensor) -> bool:
-    return gradient.dtype in (torch.float64, torch.complex128)

@@ -193,7 +193,7 @@ class Pipeline:
         self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
         self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed, spec.schedule.stage_actions)
         first = mesh.dp.index == mesh.tp.index == 0  # a fault is injected into one pipeline
-        fault = options.fault if first else options.without_fault().fault
+        fault = options.fault if first or getattr(options.fault, "rank", -1) < 0 else None  # all exchange inputs
         self._engines = [
             RankEngine(
                 rank,

@@ -41,9 +41,8 @@ from pipeloom.runtime.tied_weights import Tie, layer_of, share, values_by_name
 from pipeloom.schedule.actions import Action, kind_of, unit_words
 from pipeloom.schedule.model import Schedule, actions_of
 
-_RATE = (
-    0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
-)
+# Of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss.
+_RATE = 0.01
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of rounding; what breaks the contract differs by more
 _COARSE = 0.05  # of dtypes of 16 bits and less
 _OF_LOSS = 1e-6  # at least: a pipeline returns its loss in fp32
@@ -140,25 +139,13 @@ def verify(
         require_positive("tolerance", tolerance)
     kinds = {action.kind for action in actions_of(schedule)}
     report = Verified(unseen=tuple(sorted(kind for kind in kinds if kind_of(kind).of_stage)))
+    weighing = Weighing(weight, ignore_index, shared_targets=options.shared_targets)
+    batch = _Batch(inputs, targets, keywords, weighing, options.microbatch_sizes)
     with seeded(0):
         for recompute in ("none", "full"):
-            sides = _Sides(
-                _copied(layers),
-                _copied(layers),
-                schedule,
-                loss,
-                replace(options, recompute=recompute),
-                _Batch(
-                    inputs,
-                    targets,
-                    keywords,
-                    Weighing(weight, ignore_index, shared_targets=options.shared_targets),
-                    options.microbatch_sizes,
-                ),
-                tied=tied,
-                stages=stages,
-                tolerance=tolerance,
-            )
+            models = _copied(layers), _copied(layers)
+            run = replace(options, recompute=recompute)
+            sides = _Sides(*models, schedule, loss, run, batch, tied=tied, stages=stages, tolerance=tolerance)
             with _without_gradients([each for each in (*layers, loss) if isinstance(each, nn.Module)]) as changed:
                 for step in range(steps):
                     sides.compare_step(step, report)
@@ -196,9 +183,8 @@ class _Call(NamedTuple):
     slice: int = 0
 
 
-OutputSums = tuple[
-    complex, float
-]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
+OutputSums = tuple[complex, float]
+"""Sums of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference."""
 
 
 class _Outputs:
@@ -451,11 +437,8 @@ class _Sides:
         return error
 
     def _refuse(self, what: str, error: float, rule: Rule) -> None:
-        how = (
-            f"by {100 * error:.2g} % of its largest value"
-            if error < float("inf")
-            else "altogether (missing or not finite in one)"
-        )
+        share = f"by {100 * error:.2g} % of its largest value"
+        how = share if error < float("inf") else "altogether (missing or not finite in one)"
         recomputed = "" if not self.recomputes else ", with every layer recomputed"
         rule = "recomputation" if self.recomputes else rule
         name = self.pipeline.schedule.name or "the schedule"

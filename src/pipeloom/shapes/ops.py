@@ -503,9 +503,8 @@ def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
     gradient *= split.runtime.adapters is None
-    weights = (
-        product.weights if shape.tie_word_embeddings else product.weights * 2
-    )  # the embedding's, which it looks up
+    # Twice: the embedding's, in which it looks tokens up.
+    weights = product.weights if shape.tie_word_embeddings else product.weights * 2
     product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights, modules=())
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("S", (product, loss), 0.0, 0.0)

@@ -188,9 +188,8 @@ def _timed(timeline: Timeline, costs: Costs) -> Iterator[tuple[Action, float, fl
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
     """Times from the end of an action to the start of the one on another rank that waited for its message."""
-    last: dict[
-        tuple[int, int], tuple[float, int]
-    ] = {}  # an action, and a pair's two, wait for the latest of what they need
+    # An action, and a pair's two, wait for the latest of what they need.
+    last: dict[tuple[int, int], tuple[float, int]] = {}
     for source, at_source, rank, at in needs(schedule):
         end = ends[source][at_source]
         last[rank, at] = max(last.get((rank, at), (end, source)), (end, source))
