@@ -27,6 +27,8 @@ USED: dict[str, dict[str, Any]] = {
     "router_class": {"model.router_class": "a:B"},
     "num_nextn_predict_layers": {"model.num_nextn_predict_layers": 1},
     "source": {"model.source": "."},
+    "lora": {"lora.r": 4},
+    "untrained weights": {},
     "lora_dropout": {"lora.r": 4, "lora.lora_dropout": 0.5},
     "tp": {"parallel.tp": 2},
     "one tensor rank": {},
