@@ -381,7 +381,7 @@ class Trainer:
             self._report.advance()
             if not outcome.bad:
                 continue
-            action = self._bad_steps.action(outcome.bad)
+            action = self._bad_steps.actions[outcome.bad]
             what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
             if action == "stop":
                 raise DivergedError(self._divergence(what, outcome))
@@ -465,7 +465,7 @@ class Trainer:
 
     def _stops_at(self, bad: str) -> bool:
         """Return whether a step ends the run because something in it is not finite, whose place is then looked for."""
-        return bad == "nan" and self._bad_steps.action(bad) == "stop"
+        return bad == "nan" and self._bad_steps.actions[bad] == "stop"
 
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss per target over the batches, in nats; collective, and the same on every rank.

@@ -68,6 +68,8 @@ USED: dict[str, dict[str, Any]] = {
     "concatenated documents": {"data.documents": "concatenate"},
     "sorted documents": {"data.documents": "sort"},
     "source weights": {"data.weights": [1.0]},
+    "several sources": {"data.source": ["a.txt", "b.txt"]},
+    "split sampling": {"data.sampling": "split-then-shuffle"},
     "sampling": {"data.sampling": "split-then-shuffle"},
     "nesterov": {"optimizer.name": "sgd", "optimizer.nesterov": True},
     "no momentum": {"optimizer.momentum": 0.0},

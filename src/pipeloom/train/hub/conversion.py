@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,24 +89,17 @@ def _section(reader: Reader) -> ModelSection:
 def _origin(reader: Reader, section: ModelSection) -> Path | None:
     """Return the directory that the weights of Pipeloom's decoder were imported from, if it exists and has these sizes."""
     source = RunFacts.read(reader.directory).source
-    if not source and section.weights:
+    if not source and is_directory(section.weights):
         source = section.weights
-        if not is_directory(source):
-            source = _imported_from(Path(source))
-    if source is None or not is_directory(source):
+    elif not source and section.weights:
+        with suppress(CheckpointError):  # there is none, or it names no directory that it was imported from
+            source = RunFacts.read(newest_checkpoint(Path(section.weights))).source
+    if not source or not is_directory(source):
         return None
     values = own_values(read_config(source).to_dict())
     sizes = section.model_dump(mode="json")
     same = values is not None and all(sizes.get(key) == value for key, value in values.items())
     return Path(source) if same else None
-
-
-def _imported_from(folder: Path) -> str | None:
-    """Return the directory that a checkpoint was imported from; None if there is no such checkpoint, or it names none."""
-    try:
-        return RunFacts.read(newest_checkpoint(folder)).source
-    except CheckpointError:
-        return None
 
 
 def _write_tokenizer(directory: Path, out: Path) -> None:

@@ -123,8 +123,6 @@ def test_a_mixture_that_is_resumed_goes_on(tmp_path: Path) -> None:
     later = mixture(tmp_path)
     for step in (17, 18, 29, 4):  # also back, as after a rollback
         same(later.of_step(step), through[step])
-    with pytest.raises(ConfigError, match="it is for one source, and there are 3"):
-        mixture(tmp_path, sampling="split-then-shuffle")
 
 
 def test_packed_documents_come_all_once_an_epoch_and_resume(tmp_path: Path) -> None:
