@@ -189,7 +189,14 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
     adapters = {hub_name(name): reader.whole(f"model.{name}") for name in names}
     if not merge:
-        write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
+        source, transposed = base.path, False
+        if base.kind == "checkpoint":  # which may be imported from a directory
+            source = RunFacts.read(Path(base.path)).source or base.path
+        else:
+            adapted = {name.rpartition(".lora_")[0] for name in adapters}
+            parts = causal_model(read_config(base.path), None).named_modules()
+            transposed = any(name in adapted and is_transposed(part) for name, part in parts)
+        write_adapter(out, adapters, options, source, transposed)
         return
     path = Path(base.path)
     now = directory_digest(path) if base.kind == "hugging face" else checkpoint_digest(path)
@@ -237,20 +244,6 @@ def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) 
         weight = f"{name.rpartition('.lora_')[0]}.weight"
         if weight in shared:
             raise ConfigError(f"{weight} is tied to another weight, so its adapter cannot be merged into it")
-
-
-def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
-    """Return the adapted layers that store their weights as [inputs, outputs]."""
-    if base.kind != "hugging face":
-        return []
-    adapted = {name.rpartition(".lora_")[0] for name in adapters}
-    model = causal_model(read_config(base.path), None)
-    return [name for name, part in model.named_modules() if name in adapted and is_transposed(part)]
-
-
-def _hub_source(base: BaseWeights) -> str:
-    """Return the Hugging Face directory that adapters belong to; where it is not known, the path of their base weights."""
-    return (None if base.kind == "hugging face" else RunFacts.read(Path(base.path)).source) or base.path
 
 
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:

@@ -72,15 +72,6 @@ class WandbFigures:
         self._run.finish()
 
 
-def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that are finite numbers, without the step."""
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
-
-
 class RunFolder:
     """Paths of the files of one run: its log, with one JSON object per line, and the traces and drawings of its steps."""
 
@@ -176,10 +167,12 @@ class Report:
                 writer.close()
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Pass the numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        """Pass the finite numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        values = {name: value for name, value in figures.items() if name != "step" and isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in list(self._writers):
             try:
-                writer.write(step, numbers_of(figures))
+                writer.write(step, numbers)
             except Exception as error:  # an error of another package, of any type: it must not end a run
                 self._writers.remove(writer)
                 self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
