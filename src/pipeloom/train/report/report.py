@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -203,8 +204,8 @@ class Report:
         head, *rows = metrics.lines(self._steps)
         self.say("\n".join([*([head] if self._rows % _ROWS_BELOW_HEAD == 0 else []), *rows]))
         self._rows += 1
-        self.record("figures", **metrics.record())
-        self.figures(metrics.step, metrics.record())
+        self.record("figures", **asdict(metrics))
+        self.figures(metrics.step, asdict(metrics))
 
     def advance(self) -> None:
         """Advance the progress bar by one step."""
