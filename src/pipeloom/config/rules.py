@@ -43,6 +43,7 @@ slices | search | schedules are searched for whole sequences; name a family, suc
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
 sorted documents | slices | the shortest batches have too few tokens to cut; set data.documents = "pack"
+split sampling | several sources | it is for one source; nearest: "shuffle-then-split"
 sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
 no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
 muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true
@@ -141,6 +142,8 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "concatenated documents": ("data.documents", lambda c, v: v == "concatenate"),
     "sorted documents": ("data.documents", lambda c, v: v == "sort"),
     "source weights": ("data.weights", _unless(())),
+    "several sources": ("data.source", lambda c, v: len(v) > 1),
+    "split sampling": ("data.sampling", lambda c, v: v == "split-then-shuffle"),
     "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),
     "nesterov": ("optimizer.nesterov optimizer.name", lambda c, v: v and c.optimizer.name == "sgd"),
     "no momentum": ("optimizer.momentum", lambda c, v: not v),

@@ -579,7 +579,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
         key = flag.replace("-", "_")
         switch = annotation_of(key) is bool
         if not equals:
-            if rest and not rest[-1].startswith("--") and not (switch and _is_path(rest[-1])):
+            path_follows = bool(rest) and (rest[-1].endswith(".toml") or rest[-1] in BUILT_IN)
+            if rest and not rest[-1].startswith("--") and not (switch and path_follows):
                 text = rest.pop()
             elif switch:
                 text = "true"
@@ -621,10 +622,6 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 raise UsageError(f"--{dotted}: {part} already has a value that is not a table")
         table[last] = value
     return tables
-
-
-def _is_path(word: str) -> bool:
-    return word.endswith(".toml") or word in BUILT_IN
 
 
 def annotation_of(key: str) -> Any:

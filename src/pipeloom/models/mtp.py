@@ -10,7 +10,7 @@ before anything is cut (`ahead`), and never to activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeloom.models.decoder import Block, Head, RMSNorm
 from pipeloom.ops.layer import LossTerm, MicrobatchContext, SharesTokens
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.sharding import ParameterSharding
+from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyEmbedding
 from pipeloom.shapes.decoder import DecoderShape
@@ -98,17 +98,6 @@ class VocabularyEmbeddingAhead(_LooksAhead, VocabularyEmbedding):  # type: ignor
     """The same with this rank's rows of the weight."""
 
 
-class _TokenLinear(nn.Linear):
-    """Linear layer without bias of this rank's tokens, under sequence parallelism a part of them."""
-
-    def __init__(self, inputs: int, outputs: int, part_of_tokens: bool) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        self.part_of_tokens = part_of_tokens
-
-    def sharding(self) -> Mapping[str, ParameterSharding]:
-        return {"weight": ParameterSharding(partial=self.part_of_tokens)}
-
-
 class PredictionBlock(nn.Module):
     """One depth of multi-token prediction; it passes the model's hidden states on unchanged.
 
@@ -120,7 +109,8 @@ class PredictionBlock(nn.Module):
         part_of_tokens = tensor is not None and tensor.sequence
         self.enorm = RMSNorm(shape.hidden_size, part_of_tokens, shape.rms_norm_eps)
         self.hnorm = RMSNorm(shape.hidden_size, part_of_tokens, shape.rms_norm_eps)
-        self.eh_proj = _TokenLinear(2 * shape.hidden_size, shape.hidden_size, part_of_tokens)
+        ranks = tensor if part_of_tokens else None
+        self.eh_proj = PartialSumLinear(2 * shape.hidden_size, shape.hidden_size, None, ranks)
         self.block = block
 
     def forward(

@@ -53,18 +53,15 @@ class ReplicaCheck:
 
         Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
         """
-        if self._pipeline._distributed:
-            self._require_equal(step)
+        pipeline, shape = self._pipeline, self._pipeline.mesh.shape
+        if pipeline._distributed:
+            named = dict(self.tensors())
+            tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
+            with pipeline.waiting("the other ranks' checksums"):
+                differences = replicas.compare(named, pipeline._run_control, shape, tolerance)
+            if differences:
+                raise DistributedError(f"after step {step} {self._words(differences)}")
         self.equal_until = step
-
-    def _require_equal(self, step: int) -> None:
-        pipeline, named = self._pipeline, dict(self.tensors())
-        shape = pipeline.mesh.shape
-        tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
-        with pipeline.waiting("the other ranks' checksums"):
-            differences = replicas.compare(named, pipeline._run_control, shape, tolerance)
-        if differences:
-            raise DistributedError(f"after step {step} {self._words(differences)}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (key, tensor); tensors with equal keys on two ranks must be equal.

@@ -76,7 +76,9 @@ _FIGURES = ("was", "objective", "value", "lower_bound", "source", "seconds", "st
 
 def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
     """Return `outcome` as JSON can hold it: the form of its schedule, and under `searched` the figures for the log."""
-    return to_dict(outcome.schedule) | {"searched": figures_of(request, outcome)}
+    figures = {name: getattr(outcome, name) for name in _FIGURES}
+    figures |= {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
+    return to_dict(outcome.schedule) | {"searched": {**figures, "costs": set_fields(outcome.costs)}}
 
 
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
@@ -195,7 +197,7 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
 
 def report_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> None:
     """Print and record the outcome, and save it in the run's folder; `key` is the run's `fingerprint`."""
-    report.record("search", **figures_of(request, outcome))
+    report.record("search", **to_plain(request, outcome)["searched"])
     path = save_outcome(report, key, request, outcome)
     word = "makespan" if outcome.objective == "makespan" else "largest span"
     report.say(
@@ -215,13 +217,6 @@ def save_outcome(report: Report, key: str, request: SearchRequest, outcome: Sear
     saved["searched"]["fingerprint"] = key
     path.write_text(json.dumps(saved, allow_nan=False) + "\n", encoding="utf-8")
     return path
-
-
-def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
-    """Return the outcome as it appears in the log and in the saved file."""
-    of_both = {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
-    figures = {name: getattr(outcome, name) for name in _FIGURES}
-    return {**figures, **of_both, "costs": set_fields(outcome.costs)}
 
 
 def set_fields(costs: Costs) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_wandb_is_offline_and_has_the_figures(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     layout = load_layout("tiny", {"log.dir": str(tmp_path), "log.wandb": "loom"})
     with Report(layout.config, origins=layout.origins) as report:
-        report.figures(3, {"loss": 2.0, "bubble_measured": 0.25})
+        report.figures(3, {"loss": 2.0, "bubble_rate": 0.25})
         fake.fails = True
         report.figures(4, {"loss": 1.0})
         fake.fails = False
@@ -194,7 +194,7 @@ def test_wandb_is_offline_and_has_the_figures(
     assert kind == "init"
     assert (keys["project"], keys["mode"], keys["name"], keys["dir"]) == ("loom", "offline", folder.name, str(folder))
     assert keys["config"]["optimizer"]["name"] == "adamw"
-    assert rest == [("log", (3, {"loss": 2.0, "bubble_measured": 0.25}))]
+    assert rest == [("log", (3, {"loss": 2.0, "bubble_rate": 0.25}))]
     assert "WandbFigures: RuntimeError: no room; training continues without it" in capsys.readouterr().out
     with Report(layout.config):
         pass

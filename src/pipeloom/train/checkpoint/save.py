@@ -178,7 +178,9 @@ class Saver:
             else:
                 job.run(meanwhile)
         except BaseException:
-            self._abandon(partial)
+            if self._held is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            self.release()
             if failure is not None:
                 raise failure from None
             raise
@@ -232,12 +234,6 @@ class Saver:
         except OSError as error:
             return f"{partial}: cannot be created: {error.strerror or error}"
         return ""
-
-    def _abandon(self, partial: Path) -> None:
-        """Remove what was written, and unlock the folder, if this rank prepared them."""
-        if self._held is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.release()
 
     def release(self) -> None:
         """Unlock the folder, so that other runs can save into it."""

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pipeloom.errors import ConfigError, UsageError, echo, first_line, reason_of, shortened
 from pipeloom.foreign import unknown_keys
@@ -327,15 +327,11 @@ def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LINE_BYTES:
-                _skip_line(opened, line)
+                while line and not line.endswith(b"\n"):
+                    line = opened.readline(LINE_BYTES)
                 yield Record(place, BadDocument(f"it has more than {LINE_BYTES:,} bytes"))
             elif line.strip():
                 yield fields.of(place, line)
-
-
-def _skip_line(opened: BinaryIO, line: bytes) -> None:
-    while line and not line.endswith(b"\n"):
-        line = opened.readline(LINE_BYTES)
 
 
 def _parsed(line: bytes) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -224,7 +224,12 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
     names = [hub_name(held.name) for held in here]
     exchange = partial(from_every_rank, pipeline, what="the other ranks to read an adapter", phase="load")
     answers = agreed(exchange, lambda: [_read_parts(folder / ADAPTER_WEIGHTS, here), names])
-    _refuse_others(folder, {key for keys, _ in answers for key in keys}, {n for _, known in answers for n in known})
+    keys, known = ({name for given in answers for name in given[at]} for at in (0, 1))
+    if others := sorted(keys - known):
+        raise ConfigError(
+            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
+            "model has no linear layer for"
+        )
 
 
 def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
@@ -244,12 +249,3 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
         return keys
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
-
-
-def _refuse_others(folder: Path, keys: Collection[str], known: Collection[str]) -> None:
-    others = sorted(set(keys) - set(known))
-    if others:
-        raise ConfigError(
-            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
-            "model has no linear layer for"
-        )

@@ -6,9 +6,8 @@ import contextlib
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -79,11 +78,6 @@ class StepMetrics:
             if self.all_to_all is not None:
                 rows[-1] += f"; all-to-all: {self.all_to_all:.3f} s exposed"
         return rows
-
-    def record(self) -> dict[str, Any]:
-        """Return the figures for the log, the bubble rates also by the names that they had in 0.1."""
-        old = {"bubble_measured": self.bubble_rate, "bubble_simulated": self.bubble_rate_simulated}
-        return asdict(self) | old
 
 
 def simulated(measured: Timeline) -> Timeline:

@@ -99,7 +99,10 @@ def compared(
     device = known_device(device_name)
     prediction = predicted(replace(layout, schedule=measured.schedule), device).timeline
     if device is None:
-        prediction = simulate(measured.schedule, _at_speed(prediction, sum(measured.busy)))
+        scaled = prediction.costs.scaled(
+            sum(measured.busy) / sum(prediction.busy)
+        )  # all ranks together compute as long
+        prediction = simulate(measured.schedule, replace(scaled, p2p=0.0, message=0.0))
     fitted = costs_of([measured])
     measured_times = replace(
         fitted, **{name: getattr(prediction.costs, name) for name in ("p2p", "message", "bandwidth")}
@@ -125,11 +128,6 @@ def compared(
         figures,
         {name: after - before for name, before, after in zip(names, steps, steps[1:], strict=False)},
     )
-
-
-def _at_speed(prediction: Timeline, busy: float) -> Costs:
-    """Return the prediction's times, scaled so that all ranks together compute for `busy` seconds; messages are free."""
-    return replace(prediction.costs.scaled(busy / sum(prediction.busy)), p2p=0.0, message=0.0)
 
 
 def _exposed(timeline: Timeline) -> float:

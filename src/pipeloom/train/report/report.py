@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,15 +71,6 @@ class WandbFigures:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that are finite numbers, without the step."""
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 class RunFolder:
@@ -176,10 +168,12 @@ class Report:
                 writer.close()
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Pass the numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        """Pass the finite numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        values = {name: value for name, value in figures.items() if name != "step" and isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in list(self._writers):
             try:
-                writer.write(step, numbers_of(figures))
+                writer.write(step, numbers)
             except Exception as error:  # an error of another package, of any type: it must not end a run
                 self._writers.remove(writer)
                 self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
@@ -210,8 +204,8 @@ class Report:
         head, *rows = metrics.lines(self._steps)
         self.say("\n".join([*([head] if self._rows % _ROWS_BELOW_HEAD == 0 else []), *rows]))
         self._rows += 1
-        self.record("figures", **metrics.record())
-        self.figures(metrics.step, metrics.record())
+        self.record("figures", **asdict(metrics))
+        self.figures(metrics.step, asdict(metrics))
 
     def advance(self) -> None:
         """Advance the progress bar by one step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from pipeloom.schedule.channels import size_words
 from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from pipeloom.train.report.report import Report
+from pipeloom.train.report.report import Report
 
 
 def predicted(layout: Layout) -> Sequence[RankMemory]:

@@ -71,7 +71,7 @@ def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
     """
     rank, requests = int(os.environ.get("RANK", 0)), Requests()
     with RankLog(rank) as log:
-        requests.watch_save()
+        requests.watch(signal.SIGUSR1)
         watching = _inherited_watchdog(layout)
         try:
             context = replace(start(layout, requests, watching), log=log)
@@ -268,7 +268,7 @@ def describe(error: BaseException) -> tuple[int, str]:
 
 def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
     """From now on SIGTERM and SIGINT request a stop after the present step; before torch is loaded they end the process."""
-    requests.watch_end()
+    requests.watch(signal.SIGTERM, signal.SIGINT)
     if watchdog is not None and threading.current_thread() is threading.main_thread():
         watchdog.guard_signals()
 
