@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeloom.cli.options import (
     argument,
     flag,
     message_with_flags,
+    name_of,
     parse_spec,
     require_schedule,
     schedule_of,
@@ -63,6 +64,22 @@ class TableFlags:
     )
     paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
 
+    def require(self, names: Sequence[str], output: OutputFlags, sizes: Sizes, costs: Sequence[Any]) -> None:
+        """Raise UsageError for schedules, drawings, sizes and costs (dataclasses of flags) that a table has of its own."""
+        for table, value in vars(self).items():
+            if table not in ("volume", "paper", "lengths") or value is None:
+                continue
+            if names:
+                raise UsageError(f"--{table} compares schedules of its own; leave out {' '.join(names)}")
+            if table != "lengths" and output.drawn:
+                raise UsageError(f"--{table} prints a table and draws nothing; leave out --{output.drawn[0]}")
+            of_others = {"paper": (sizes, *costs), "volume": costs}.get(table, ())
+            for spec, given in ((spec, getattr(group, spec.name)) for group in of_others for spec in fields(group)):
+                if given != spec.default:
+                    raise UsageError(f"--{table} has sizes or costs of its own; leave out {name_of(spec)}")
+        if self.lengths is None and (self.replicas, self.tokens, self.attention_tokens) != (1, None, None):
+            raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
+
 
 @with_options(without=("csv", "trace"))
 def command(
@@ -91,13 +108,7 @@ def command(
     pipeloom compare --paper moe
     """
     output.require()
-    for table_of, value in vars(tables).items():
-        if table_of in ("volume", "paper", "lengths") and value is not None and names:
-            raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
-        if table_of in ("volume", "paper") and value is not None and output.drawn:
-            raise UsageError(f"--{table_of} prints a table and draws nothing; leave out --{output.drawn[0]}")
-    if tables.lengths is None and (tables.replicas, tables.tokens, tables.attention_tokens) != (1, None, None):
-        raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
+    tables.require(names or (), output, sizes, (costs, cuts, sending, limits))
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
         emit(

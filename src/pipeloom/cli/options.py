@@ -33,7 +33,14 @@ _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a
 
 def flag(default: Any, metavar: str | None, help: str, *names: str, **limits: Any) -> Any:
     """Declare a field of a dataclass as an option of a command, which is named after the field if `names` are not given."""
-    return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=help, **limits)})
+    option = typer.Option(*names, metavar=metavar, help=help, **limits)
+    return field(default=default, metadata={"option": option, "names": names})
+
+
+def name_of(spec: Field[Any]) -> str:
+    """Return the option that a field declares."""
+    names = spec.metadata["names"]
+    return names[0].partition("/")[0] if names else f"--{spec.name.replace('_', '-')}"
 
 
 def argument(default: Any, metavar: str, help: str, **more: Any) -> Any:
@@ -182,6 +189,9 @@ class SliceFlags:
         return (even_cuts if self.even_slices else balanced_cuts)(_LONG, schedule.slices, attention).costs(costs)
 
 
+_OF_SEGMENTS = ("forward", "input_grad", "weight_grad", "all_to_all", "pair")  # costs that follow from segments
+
+
 @dataclass(frozen=True)
 class CostFlags:
     """Costs as they are written on the command line: a number, or numbers separated by commas."""
@@ -245,6 +255,8 @@ class CostFlags:
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
         if layers := self.layers():
+            if replaced := [FLAGS[name] for name in _OF_SEGMENTS if name in given]:
+                raise UsageError(f"--segments gives the times of actions and pairs; leave out {' and '.join(replaced)}")
             base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
         costs = replace(base, **numbers)
         if self.slowdown > 1 and self.pair is not None:
@@ -304,12 +316,11 @@ class SendFlags:
 
 
 FLAGS = {
-    **{each.name: f"--{each.name.replace('_', '-')}" for each in (*fields(CostFlags), *fields(SendFlags))},
+    **{each.name: name_of(each) for each in (*fields(CostFlags), *fields(SendFlags))},
     **{
         name: f"--{name.replace('_', '-')}"
         for name in ("memory", "time_limit", "iterations", "receive_depth", "prove", "pairs")
     },
-    "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
     "target_modules": "--lora.target_modules",
 }

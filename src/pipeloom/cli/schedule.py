@@ -18,7 +18,7 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, as_dict, emit, write_csv
+from pipeloom.cli.output import OutputFlags, as_dict, emit, require_one_form, write_csv
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
@@ -58,6 +58,7 @@ def command(
     pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
     output.require()
+    require_one_form({"--json": output.as_json, "--csv": output.csv, "--torch-csv": torch_csv})
     if name is None:
         rows = family_rows()
         emit(

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.errors import CheckpointError, ConfigError, UsageError, reason_of
 from pipeloom.limits import CONFIG_BYTES, expanded, read_file, runs_in
 from pipeloom.train.checkpoint.manifest import DTYPES_BY_NAME, MANIFEST, StoredFile
 
@@ -193,6 +193,14 @@ def require_new(path: Path) -> None:
     """Raise ConfigError unless there is nothing at `path`, or an empty directory."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not empty; give a new directory")
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory for an export, with those above it, unless it exists. Raises ConfigError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be created: {reason_of(error)}") from None
 
 
 def remove_leftovers(folder: Path) -> None:

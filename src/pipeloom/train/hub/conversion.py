@@ -28,7 +28,7 @@ from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
 from pipeloom.models.lora import is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
-from pipeloom.train.checkpoint.folder import newest_checkpoint, require_new
+from pipeloom.train.checkpoint.folder import make_directory, newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, opened
 from pipeloom.train.checkpoint.run import RunFacts, validated
@@ -172,7 +172,7 @@ def _write(
     config = read_config(source) if source is not None else hub_config(section.shape())
     config.dtype = dtype
     model = causal_model(config, dtype)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     _write_files(out, (item for tensors in layers_of for item in _as_written(model, tensors).items()))
     if source is not None:
         _copy_texts(source, out, ("config.json",))

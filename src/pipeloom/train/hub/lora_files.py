@@ -26,7 +26,7 @@ from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory
 from pipeloom.shapes.ops import ALL_LINEAR
-from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.folder import make_directory, newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.reader import Reader, verified
@@ -194,7 +194,7 @@ def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions
         base: directory of the model that they belong to, for `peft`.
         transposed: whether the layers store their weights as [inputs, outputs].
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, out / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
