@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeloom.draw.figures import FIGURE_WORDS, cost_numbers, figures, full_rank, in_blocks, messages, number
 from pipeloom.errors import ArgumentError, UsageError, folded
+from pipeloom.limits import of_annotated_types
 from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
 
@@ -52,6 +53,7 @@ class Table:
         return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table><p>{notes}</p>"
 
 
+@of_annotated_types
 def compare(
     schedules: Iterable[Schedule | Timeline] | Mapping[str, Schedule | Timeline], costs: Costs | None = None
 ) -> Table:

@@ -12,7 +12,7 @@ import torch
 from pipeloom.draw.tables import Table
 from pipeloom.limits import require_whole
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
-from pipeloom.runtime.stage_modules import layer_name
+from pipeloom.runtime.stage_modules import layer_name, require_layers
 from pipeloom.schedule import Action, Schedule
 
 SPLIT_BACKWARD, WHOLE_BACKWARD = ("{0}I{1}", "{0}W{1}"), ("{0}B{1}",)
@@ -52,6 +52,7 @@ def profile(
     Raises UsageError for fewer than one repeat, and what `Pipeline` raises.
     """
     require_whole("repeats", repeats)
+    require_layers(layers)
     options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
     schedule = one_by_one(len(layers), [SPLIT_BACKWARD, WHOLE_BACKWARD])
     pipeline = LocalPipeline(layers, schedule, loss=loss, stages=(1,) * len(layers), options=options)

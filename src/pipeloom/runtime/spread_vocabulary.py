@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import of_annotated_types
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
@@ -26,6 +27,7 @@ from pipeloom.schedule.model import Schedule, parts
 from pipeloom.shapes.mesh import uneven_parts
 
 
+@of_annotated_types
 def vocabulary_share(
     name: str,
     weight: Tensor,

@@ -54,8 +54,6 @@ class LayerNames:
         if not isinstance(source, Layer) or not (source.reads or source.writes or source.losses):
             return cls(name)
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
-        if not isinstance(source.losses, Mapping) or not all(isinstance(t, LossTerm) for t in source.losses.values()):
-            raise ConfigError(f"layer {name!r}: losses is {source.losses!r:.100}; give {{key: LossTerm(loss, weight)}}")
         _require_names(name, "losses", source.losses)
         return cls(name, reads, writes, dict(source.losses))
 
@@ -162,11 +160,7 @@ def _words(tensors: Sequence[NamedTensor]) -> str:
 
 
 def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return {key: name}, given names or such a dict. Raises ConfigError for anything else."""
-    if isinstance(declared, str):
-        raise ConfigError(
-            f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
-        )
+    """Return {key: name}, given names or such a dict. Raises ConfigError for a name that is no identifier."""
     pairs = dict(declared) if isinstance(declared, Mapping) else {name: name for name in declared}
     _require_names(layer, which, [*pairs, *pairs.values()])
     return pairs
@@ -278,6 +272,13 @@ class KnownKeywords:
 def require_arguments(layers: object, schedule: object, loss: object) -> None:
     """Raise UsageError for arguments of a pipeline that are not layers, a schedule and a loss."""
     require_is_schedule(schedule)
+    require_layers(layers)
+    if not callable(loss):
+        raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
+
+
+def require_layers(layers: object) -> None:
+    """Raise UsageError for what is not a list of modules and factories."""
     if isinstance(layers, str) or not isinstance(layers, (Sequence, nn.Sequential, nn.ModuleList)):
         raise UsageError(
             f"layers is of type {type(layers).__name__}; give a list of the model's layers in order: modules, or "
@@ -286,8 +287,6 @@ def require_arguments(layers: object, schedule: object, loss: object) -> None:
     for index, layer in enumerate(layers):
         if not callable(layer):
             raise UsageError(f"layer {index} is of type {type(layer).__name__}; give a module or a factory of one")
-    if not callable(loss):
-        raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
 
 
 _COST_UNITS = 2**24  # whole numbers of which the costs of all layers are multiples, so that sums are exact

@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.limits import of_annotated_types
 
 KindName = str  # the letter of a kind
 Resource = Literal["computation", "communication", "inside"]  # of segments; inside: links inside a node
@@ -311,6 +312,7 @@ TIMES = tuple(dict.fromkeys(kind.time for kind in _BUILT_IN if isinstance(kind.t
 """The names that `Kind.time` may have."""
 
 
+@of_annotated_types
 def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | None = None) -> Kind:
     """Add a kind of action; every process that reads or runs schedules with it registers it first, in the same order.
 
