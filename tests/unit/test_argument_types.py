@@ -57,7 +57,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "build is None; it must be a Callable[[], Module]": lambda: Layer("a", None),  # type: ignore[arg-type]
     "weight of a LossTerm is nan; it must be finite": lambda: LossTerm(mse_loss, weight=float("nan")),
     "tolerance is []; it must be a number or None": lambda: pl.verify([], ONE, 0, 0, loss=mse_loss, tolerance=[]),  # type: ignore[arg-type]
-    "repeats is 'x'; it must be a whole number of at least 1": lambda: pl.profile([], 0, 0, loss=mse_loss, repeats="x"),  # type: ignore[arg-type]
+    "repeats is 'x'; it must be a whole number": lambda: pl.profile([], 0, 0, loss=mse_loss, repeats="x"),  # type: ignore[arg-type]
     "model is 5; it must be a Module": lambda: pl.auto_layers(5, torch.ones(1)),  # type: ignore[arg-type]
     "start is 'zbv'; it must be a Schedule or None": lambda: pl.search(2, 2, start="zbv"),  # type: ignore[arg-type]
     "costs is 1; it must be a Costs or None": lambda: pl.schedules.zbv(2, 2, costs=1),  # type: ignore[arg-type]
@@ -78,7 +78,9 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "seed is []; it must be a whole number": lambda: pl.search(2, 2, seed=[]),  # type: ignore[arg-type]
     "kind is 5; it must be a Kind": lambda: pl.register_kind(5),  # type: ignore[arg-type]
     "costs is 5; it must be a Costs or None": lambda: pl.compare([ONE], 5),  # type: ignore[arg-type]
-    "layers is of type int; give a list of the model's layers": lambda: pl.profile(5, 0, 0, loss=mse_loss),  # type: ignore[arg-type]
+    "layers is 5; it must be a Sequence[Any] or a Sequential or a ModuleList": lambda: pl.profile(
+        5, 0, 0, loss=mse_loss
+    ),  # type: ignore[arg-type]
     "verify got no targets": lambda: pl.verify([nn.Linear(2, 2)], ONE, torch.ones(1, 2), None, loss=mse_loss),
     "reads is 'skip'; it must be a Sequence[str] or a Mapping[str, str]": lambda: Layer("a", nn.Identity, reads="skip"),
     "losses is {'a': 1.0}; it must be a Mapping[str, LossTerm]": lambda: Layer("a", nn.Identity, losses={"a": 1.0}),  # type: ignore[dict-item]

@@ -68,7 +68,7 @@ def compare(
         schedules: they, or label -> schedule; timelines, which are not simulated again.
         costs: of 1/p of the model, so that a stage of a schedule with v chunks a rank costs 1/v of them; default: `Costs()`.
 
-    Raises UsageError for what is neither a schedule nor a timeline.
+    Raises UsageError for what is neither a schedule nor a timeline, and where there is none.
     """
     costs = costs if costs is not None else Costs()
     labelled = schedules.items() if isinstance(schedules, Mapping) else [("", each) for each in schedules]
@@ -76,10 +76,6 @@ def compare(
     for label, each in labelled:
         if isinstance(each, Schedule):
             each = simulate(each, shared_costs(costs, each))
-        elif not isinstance(each, Timeline):
-            raise UsageError(
-                f"schedules: one is of type {type(each).__name__}; give pipeloom.Schedule or pipeloom.Timeline"
-            )
         timelines.append((label or each.name, each))
     if not timelines:
         raise UsageError("schedules: there are none; give at least one pipeloom.Schedule")

@@ -272,13 +272,6 @@ class KnownKeywords:
 def require_arguments(layers: object, schedule: object, loss: object) -> None:
     """Raise UsageError for arguments of a pipeline that are not layers, a schedule and a loss."""
     require_is_schedule(schedule)
-    require_layers(layers)
-    if not callable(loss):
-        raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
-
-
-def require_layers(layers: object) -> None:
-    """Raise UsageError for what is not a list of modules and factories."""
     if isinstance(layers, str) or not isinstance(layers, (Sequence, nn.Sequential, nn.ModuleList)):
         raise UsageError(
             f"layers is of type {type(layers).__name__}; give a list of the model's layers in order: modules, or "
@@ -287,6 +280,8 @@ def require_layers(layers: object) -> None:
     for index, layer in enumerate(layers):
         if not callable(layer):
             raise UsageError(f"layer {index} is of type {type(layer).__name__}; give a module or a factory of one")
+    if not callable(loss):
+        raise UsageError(f"loss is of type {type(loss).__name__}; give a function loss(output, targets)")
 
 
 _COST_UNITS = 2**24  # whole numbers of which the costs of all layers are multiples, so that sums are exact
