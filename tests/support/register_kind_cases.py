@@ -266,9 +266,10 @@ def main() -> None:
         "'n': its letter is 1 to 16 capital letters": {"letter": "n"},
         "time is a number of at least 0, or one of forward, backward": {"time": "furlong"},
         "time is a number of at least 0.*time=-1": {"time": -1},
-        "finite numbers": {"time": float("inf")},
-        "colour is 3 numbers": {"colour": (1.0,)},
-        "needs is a tuple of Need": {"needs": ("output",)},
+        "times and colours are finite": {"time": float("inf")},
+        "colour is .1.0,.; it must be a tuple.float, float, float.": {"colour": (1.0,)},
+        "needs is .'output',.; it must be a tuple.Need, .*.": {"needs": ("output",)},
+        "the step of a Need is -1, 0 or 1": {"needs": (pl.Need("output", 2),)},
         "output cannot be made by a registered kind": {"makes": ("output",)},
         "values and queues are names": {"queue": ""},
     }

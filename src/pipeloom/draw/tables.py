@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeloom.draw.figures import FIGURE_WORDS, cost_numbers, figures, full_rank, in_blocks, messages, number
 from pipeloom.errors import ArgumentError, UsageError, folded
+from pipeloom.limits import of_annotated_types
 from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.costs import DEVICE
@@ -53,6 +54,7 @@ class Table:
         return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table><p>{notes}</p>"
 
 
+@of_annotated_types
 def compare(
     schedules: Iterable[Schedule | Timeline] | Mapping[str, Schedule | Timeline], costs: Costs | None = None
 ) -> Table:
@@ -67,7 +69,7 @@ def compare(
         schedules: they, or label -> schedule; timelines, which are not simulated again.
         costs: of 1/p of the model, so that a stage of a schedule with v chunks a rank costs 1/v of them; default: `Costs()`.
 
-    Raises UsageError for what is neither a schedule nor a timeline.
+    Raises UsageError for what is neither a schedule nor a timeline, and where there is none.
     """
     costs = costs if costs is not None else Costs()
     labelled = schedules.items() if isinstance(schedules, Mapping) else [("", each) for each in schedules]
@@ -75,10 +77,6 @@ def compare(
     for label, each in labelled:
         if isinstance(each, Schedule):
             each = simulate(each, shared_costs(costs, each))
-        elif not isinstance(each, Timeline):
-            raise UsageError(
-                f"schedules: one is of type {type(each).__name__}; give pipeloom.Schedule or pipeloom.Timeline"
-            )
         timelines.append((label or each.name, each))
     if not timelines:
         raise UsageError("schedules: there are none; give at least one pipeloom.Schedule")

@@ -130,7 +130,9 @@ class PipelineSpec:
 
     def __post_init__(self, check_first: bool) -> None:
         require_arguments(self.layers, self.schedule, self.loss)
-        require_types(PipelineSpec, {name: getattr(self, name) for name in ("ignore_index", "tied", "options")})
+        require_types(
+            PipelineSpec, {name: getattr(self, name) for name in ("weight", "ignore_index", "tied", "options")}
+        )
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)

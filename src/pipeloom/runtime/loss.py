@@ -84,16 +84,13 @@ class MicrobatchLoss(NamedTuple):
 
 
 def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:
-    """Raise ConfigError for a weight that is no function, and if torch's own cross entropy is a mean over other targets than the
-    default weight counts.
+    """Raise ConfigError if torch's own cross entropy is a mean over other targets than the default weight counts.
 
     Args:
         loss: `nn.CrossEntropyLoss`, `nn.NLLLoss` (or compiled, or the `forward` of one), or a `functools.partial` of their
             functions; others are not checked.
         weight, ignore_index: as given to the pipeline.
     """
-    if weight is not None and not callable(weight):
-        raise ConfigError(f"weight is {weight!r:.100}; it must be a function of a micro-batch's targets, or None")
     loss = getattr(loss, "__self__", loss)
     loss = getattr(loss, "_orig_mod", loss)  # of torch.compile
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.deprecation import made_internal
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError, did_you_mean
+from pipeloom.limits import of_annotated_types
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.context import ContextParallel, share_tokens, whole_sequences
@@ -773,7 +774,8 @@ class Pipeline:
         """Global name -> parameter or buffer of this rank's stages."""
         return {**dict(self.named_parameters()), **self._assembly.buffers}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    @of_annotated_types
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy values by global name; every rank of the run must call it.
 
         Before the next step replicas are compared as `RuntimeOptions.init` says. Buffers that are not persistent may be missing.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import of_annotated_types
 from pipeloom.ops.layer import Layer
 from pipeloom.parallel.collectives import carrier_of, start_collective, start_gather_columns
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
@@ -25,6 +26,7 @@ from pipeloom.schedule.model import Schedule, parts
 from pipeloom.shapes.mesh import uneven_parts
 
 
+@of_annotated_types
 def vocabulary_share(
     name: str,
     weight: Tensor,

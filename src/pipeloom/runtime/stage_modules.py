@@ -54,8 +54,6 @@ class LayerNames:
         if not isinstance(source, Layer) or not (source.reads or source.writes or source.losses):
             return cls(name)
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
-        if not isinstance(source.losses, Mapping) or not all(isinstance(t, LossTerm) for t in source.losses.values()):
-            raise ConfigError(f"layer {name!r}: losses is {source.losses!r:.100}; give {{key: LossTerm(loss, weight)}}")
         _require_names(name, "losses", source.losses)
         return cls(name, reads, writes, dict(source.losses))
 
@@ -150,11 +148,7 @@ def _words(tensors: Sequence[NamedTensor]) -> str:
 
 
 def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return {key: name}, given names or such a dict. Raises ConfigError for anything else."""
-    if isinstance(declared, str):
-        raise ConfigError(
-            f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
-        )
+    """Return {key: name}, given names or such a dict. Raises ConfigError for a name that is no identifier."""
     pairs = dict(declared) if isinstance(declared, Mapping) else {name: name for name in declared}
     _require_names(layer, which, [*pairs, *pairs.values()])
     return pairs

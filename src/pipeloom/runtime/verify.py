@@ -31,6 +31,7 @@ from pipeloom.runtime.batch import (
     batch_rows,
     chosen_sizes,
     join,
+    require_targets,
     split_batch,
 )
 from pipeloom.runtime.loss import Loss
@@ -133,6 +134,7 @@ def verify(
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
     require_arguments(layers, schedule, loss)
+    require_targets("verify", targets)
     require_types(verify, {"tolerance": tolerance, "options": options})
     require_whole("steps", steps)
     if tolerance:  # 0: bit for bit

@@ -259,6 +259,7 @@ def _with_weights_in_waits(
 # -- recomputation ------------------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def recompute(
     schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None, part: str = ""
 ) -> Schedule:

@@ -42,6 +42,11 @@ class Stubs:
         self._sources: dict[str, Tensor] = {}
         self._device: torch.device | None = None
         self.place(torch.device("cpu"))
+        # A forward may ask the first parameter for a dtype (GPT, of its attention mask).
+        for part in module.modules():
+            if self._like and next(part.parameters(), None) is None:
+                first = torch.empty(0, dtype=next(iter(self._like.values()))[1])
+                part.__dict__["parameters"] = lambda recurse=True, first=first: iter([first] if recurse else ())
 
     def place(self, device: torch.device) -> None:
         """Have them on `device`."""
@@ -182,7 +187,11 @@ class Tape:
             raise Stop
         self._last = self._inject if self._inject is not None and index == count - 1 else hidden.detach()
         self._last_version = version_of(self._last)
-        return self._last if self.extra is None else (self._last, *([None] * self.extra))
+        if self.extra is None:
+            return self._last
+        # What a layer returns besides hidden states must not reach the next one: `Replay` refuses what knows a gradient.
+        further = None if self._inject is not None else hidden.new_zeros((), requires_grad=True)
+        return self._last, *([further] * self.extra)
 
 
 class Altered(ConfigError):

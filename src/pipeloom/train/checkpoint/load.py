@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import CheckpointError
+from pipeloom.limits import of_annotated_types
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
@@ -51,6 +52,7 @@ def opened_together(path: Path, pipeline: Pipeline) -> Reader:
     return Reader(directory, manifest)
 
 
+@of_annotated_types
 def load(
     path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None, base: BaseWeights | None = None
 ) -> Loaded:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.limits import of_annotated_types, require_whole
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.folder import (
@@ -92,6 +93,7 @@ class Saver:
         writer_cpu: CPU seconds that writing it took.
     """
 
+    @of_annotated_types
     def __init__(
         self,
         folder: str | Path,
@@ -103,6 +105,8 @@ class Saver:
         asynchronous: bool = False,
         base: BaseWeights | None = None,
     ) -> None:
+        require_whole("keep", keep, 0)
+        require_whole("keep_every", keep_every, 0)
         self.folder = Path(folder)
         self.base = base
         self.equal_until: int | None = None
