@@ -20,7 +20,7 @@ from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, segment_costs
 from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import parsed_transform, transformed
 from pipeloom.traces.segment_times import read_segments
@@ -245,7 +245,7 @@ class CostFlags:
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
         if layers := self.layers():
-            base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
+            base, numbers = segment_costs([layers], **vars(base) | numbers), {}
         costs = replace(base, **numbers)
         if self.slowdown > 1 and self.pair is not None:
             raise UsageError(
