@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, number_or_text, read_json
+from pipeloom.limits import SCHEDULE_BYTES, memory_amount, number_or_text, read_json
 from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
@@ -333,11 +333,10 @@ def message_with_flags(error: PipeloomError) -> str:
 
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
-    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    size = int(match[1]) * BYTE_UNITS.get(match[2].lower(), 0) if match is not None else 0
+    size, _ = memory_amount(text) or (0.0, False)
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
-    return size
+    return int(size)
 
 
 def bytes_with(costs: Costs, text: str, flag: str = "--memory") -> float:
