@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, number_or_text, read_json
+from pipeloom.limits import SCHEDULE_BYTES, memory_amount, number_or_text, read_json
 from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, segment_costs
 from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import parsed_transform, transformed
 from pipeloom.traces.segment_times import read_segments
@@ -257,7 +257,7 @@ class CostFlags:
         if layers := self.layers():
             if replaced := [FLAGS[name] for name in _OF_SEGMENTS if name in given]:
                 raise UsageError(f"--segments gives the times of actions and pairs; leave out {' and '.join(replaced)}")
-            base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
+            base, numbers = segment_costs([layers], **vars(base) | numbers), {}
         costs = replace(base, **numbers)
         if self.slowdown > 1 and self.pair is not None:
             raise UsageError(
@@ -344,11 +344,10 @@ def message_with_flags(error: PipeloomError) -> str:
 
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
-    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    size = int(match[1]) * BYTE_UNITS.get(match[2].lower(), 0) if match is not None else 0
+    size, _ = memory_amount(text) or (0.0, False)
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
-    return size
+    return int(size)
 
 
 def bytes_with(costs: Costs, text: str, flag: str = "--memory") -> float:

@@ -545,6 +545,14 @@ def parts(cell: Cell) -> tuple[Action, ...]:
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
 
 
+def steady_entries(program: Sequence[Cell]) -> tuple[int, int]:
+    """Return the positions of the first backward (the length, if there is none) and of the last forward (-1)."""
+    kinds_of = [[kind_of(action.kind) for action in parts(cell)] for cell in program]
+    backwards = (at for at, entry in enumerate(kinds_of) if any(kind.is_backward for kind in entry))
+    forwards = (at for at, entry in enumerate(kinds_of) if any(kind.is_forward for kind in entry))
+    return next(backwards, len(program)), max(forwards, default=-1)
+
+
 ValueKey = tuple[str, int, int]  # name, stage, and unit: -1 for a value of the stage
 
 

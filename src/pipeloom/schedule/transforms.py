@@ -74,7 +74,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """
     even = parity % 2 if schedule.microbatches > 1 else 0
 
-    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
+    def cells(action: Action) -> tuple[Cell, ...]:
         kind, mb = action.kind, action.microbatch
         if kind == "B" and mb % 2 == even:
             return action._replace(kind="I"), action._replace(kind="W")
@@ -82,7 +82,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
             return (action._replace(kind="B"),)
         return () if kind == "W" and mb % 2 != even else (action,)
 
-    return _rewritten(schedule, cells)
+    return schedule.with_programs(_rewritten(schedule, cells))
 
 
 @of_schedule
@@ -96,14 +96,14 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     """
     merged = None if backwards is None else frozenset(backwards)
 
-    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
+    def cells(action: Action) -> tuple[Cell, ...]:
         if action.kind not in ("I", "W") or (
             merged is not None and (action.stage, schedule.unit_of(action)) not in merged
         ):
             return (action,)
         return (action._replace(kind="B"),) if action.kind == "I" else ()
 
-    return _rewritten(schedule, cells)
+    return schedule.with_programs(_rewritten(schedule, cells))
 
 
 @of_schedule
@@ -350,12 +350,8 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         letters: Sequence[str] = {"B": ("I", "W"), "RB": ("RI", "W")}.get(action.kind, (action.kind,))
         return [action._replace(kind=letter, stage=stage) for letter in letters for stage in reversed(stages)]
 
-    programs = [
-        [cell for entry in program for action in parts(entry) for cell in cells(action)]
-        for program in schedule.programs
-    ]
     return Schedule.of(
-        programs,
+        _rewritten(schedule, cells),
         placement=[rank for rank in schedule.placement for _ in range(pieces)],
         microbatches=schedule.microbatches,
         slices=schedule.slices,
@@ -422,14 +418,12 @@ def _evaluates(action: Action) -> bool:
     return kind.is_forward or (kind.group and not {HIDDEN, SUMS, EMBEDDED}.isdisjoint(kind.makes))
 
 
-def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
-    """`schedule` with each action of a rank replaced by `cells(rank, action)`, and its pairs taken apart."""
-    return schedule.with_programs(
-        [
-            [cell for entry in program for action in parts(entry) for cell in cells(rank, action)]
-            for rank, program in enumerate(schedule.programs)
-        ]
-    )
+def _rewritten(schedule: Schedule, cells: Callable[[Action], Iterable[Cell]]) -> list[list[Cell]]:
+    """Return the programs with each action replaced by `cells(action)`, and pairs taken apart."""
+    return [
+        [cell for entry in program for action in parts(entry) for cell in cells(action)]
+        for program in schedule.programs
+    ]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------------
