@@ -254,6 +254,14 @@ def _source_exists(config: Config) -> Iterator[Problem]:
             yield f'data.{key} = "{name}": no file matches the pattern'
 
 
+@_reads("checkpoint.dir", "log.dir")
+def _folders_are_no_files(config: Config) -> Iterator[Problem]:
+    for key, name in (("checkpoint.dir", config.checkpoint.dir), ("log.dir", config.log.dir)):
+        path = expanded(name)
+        if os.path.exists(path) and not os.path.isdir(path):
+            yield key, "it is a file, not a folder"
+
+
 @_reads("checkpoint.resume", "checkpoint.dir", "log.dir")
 def _checkpoint_to_resume_exists(config: Config) -> Iterator[Problem]:
     resume = config.checkpoint.resume
