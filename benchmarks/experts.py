@@ -112,7 +112,7 @@ def emulate(link: Link) -> None:
         return SlowWork(link, link.send(rows.shape[0]), work)
 
     Attention.forward = attend  # type: ignore[method-assign, assignment]
-    moe_overlap.attend_block = attend_block
+    moe_overlap.attend_block = attend_block  # type: ignore[assignment]
     Experts.forward = compute  # type: ignore[method-assign]
     dist.all_to_all_single = send  # type: ignore[assignment]
 
