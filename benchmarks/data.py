@@ -45,9 +45,7 @@ def main() -> None:
         pieces, rows = packed(pieces_of(spans, LONGEST), LONGEST, window)
         fill = pieces[:, 1].sum() / (LONGEST * (len(rows) - 1))
         seconds = time.perf_counter() - begun
-        print(
-            f"first-fit decreasing, window {window}: {fill:.4f} full, {1e6 * seconds / len(pieces):.1f} µs a document"
-        )
+        print(f"best-fit decreasing, window {window}: {fill:.4f} full, {1e6 * seconds / len(pieces):.1f} µs a document")
     ways: dict[str, Iterator[Batch]] = {
         "packed": packed_batches(tokens, pieces, rows),
         "padded, random order": padded(tokens, spans),

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.models import GateShape, MoELayer, TopKGate, layers, moe_overlap
 from pipeloom.models.decoder import Attention
 from pipeloom.ops.segments import report_standstills_to
@@ -32,6 +32,7 @@ from pipeloom.parallel.dispatch import ExpertParallel, begin_dispatch, permute_f
 from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.router import Gate, Routing, route
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 SECONDS = 0.020
@@ -91,13 +92,14 @@ class SlowWork:
 def emulate(link: Link) -> None:
     """Puts sleeps into the attention and the experts, and the link under the all-to-all."""
     tokens = BATCH * LENGTH
-    attention, run, experts = Attention.forward, moe_overlap.BlockAttention.run, Experts.forward
+    attention, run, experts = Attention.forward, moe_overlap.attend_block, Experts.forward
 
     def attend(self: Attention, x: Tensor, *others: Any) -> Tensor:
         return Busy.apply(attention(self, x, *others), SECONDS)  # type: ignore[no-any-return, no-untyped-call]
 
-    def attend_block(self: Any, start: int, end: int) -> Tensor:
-        return Busy.apply(run(self, start, end), SECONDS * (end - start) / LENGTH)  # type: ignore[no-any-return, no-untyped-call]
+    def attend_block(attention: Any, heads: Any, positions: Any, start: int, end: int) -> Tensor:
+        mixed = run(attention, heads, positions, start, end)
+        return Busy.apply(mixed, SECONDS * (end - start) / LENGTH)  # type: ignore[no-any-return, no-untyped-call]
 
     def compute(self: Experts, rows: Tensor, counts: Any) -> Tensor:
         share = rows.shape[0] / (2 * tokens)  # each token goes to two experts
@@ -110,7 +112,7 @@ def emulate(link: Link) -> None:
         return SlowWork(link, link.send(rows.shape[0]), work)
 
     Attention.forward = attend  # type: ignore[method-assign, assignment]
-    moe_overlap.BlockAttention.run = attend_block  # type: ignore[method-assign]
+    moe_overlap.attend_block = attend_block  # type: ignore[assignment]
     Experts.forward = compute  # type: ignore[method-assign]
     dist.all_to_all_single = send  # type: ignore[assignment]
 

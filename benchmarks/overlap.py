@@ -32,7 +32,7 @@ import torch.distributed as dist
 import pipeloom as pl
 from layers import mse, total
 from parts import run_parts
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.measure.rehearse import Clock, EmulatedLayer
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
@@ -41,8 +41,9 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Action, Pair
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, exposed, length, run_block, segment_costs
 from pipeloom.schedule.transforms import unpair
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.traces.measured import hops
 from processes import run_ranks
 
@@ -241,11 +242,11 @@ def figures(places: Sequence[Measured]) -> Figures:
     timeline = places[0].timeline
     schedule = timeline.schedule
     hop = median(hops(schedule, timeline.starts, timeline.ends))
-    segments = SegmentCosts(tuple((places[rank].layer,) for rank in schedule.placement))
-    simulated = pl.simulate(schedule, segments.costs(p2p=hop)).makespan
+    stages = [[places[rank].layer] for rank in schedule.placement]
+    simulated = pl.simulate(schedule, segment_costs(stages, p2p=hop)).makespan
     model = 0.0
     for cell in (cell for program in schedule.programs for cell in program):
-        actions = {action.kind: segments.stages[action.stage] for action in parts(cell)}
+        actions = {action.kind: stages[action.stage] for action in parts(cell)}
         backward = actions.get("B", actions.get("I", ()))
         model += exposed(run_block(actions.get("F", ()), backward, "later" if "I" in actions else "split"))
     return Figures(timeline.makespan, simulated, sum(each.exposed for each in places), model)

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parts import run_parts
 from pipeloom import schedules
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.models import cross_entropy, layers
 from pipeloom.parallel import data as data_parallel
 from pipeloom.parallel.collectives import PendingCollective, start_gather_slices
@@ -51,6 +51,7 @@ from pipeloom.parallel.sharding import shard_of, shardings_of
 from pipeloom.parallel.shared_memory_sum import SharedMemoryAllReduce
 from pipeloom.parallel.tensor import TensorParallel, column_linear, row_linear
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions, grad_sync
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 

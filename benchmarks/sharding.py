@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor
 
 import pipeloom as pl
 from layers import mse
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.csv_form import to_csv
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 

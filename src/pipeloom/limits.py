@@ -22,7 +22,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from pipeloom.errors import ArgumentError, UsageError, divisors, echo, nearest, reason_of, shortened
+from pipeloom.errors import ArgumentError, ConfigError, UsageError, divisors, echo, nearest, reason_of, shortened
 
 # Published pipelines have at most 128 ranks; a table with an entry for each pair of ranks has at most 17 million.
 MOST_RANKS = 4_096
@@ -206,14 +206,13 @@ def whole_numbers(name: str, values: Iterable[Any], least: int) -> list[int]:
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a string", NoneType: "None"}
-_WITH_LIMITS = (int, float, Sequence[int])
 _NUMBERS: dict[Any, type] = {int: Integral, float: Real}
 
 
 def of_annotated_types(function: _Function) -> _Function:
     """Decorate a public function: it refuses arguments of other types than their annotations, as `require_types` does.
 
-    Numbers, and lists of numbers, it checks itself, with the least that they may be.
+    Whole numbers in lists it checks itself (`whole_numbers`): these may be arrays.
     """
     parameters = signature(function)
 
@@ -221,18 +220,22 @@ def of_annotated_types(function: _Function) -> _Function:
     def checked(*arguments: Any, **keywords: Any) -> Any:
         with suppress(TypeError):  # the call says what is missing
             given, hints = parameters.bind(*arguments, **keywords).arguments, _hints(function)
-            require_types(function, {name: each for name, each in given.items() if hints.get(name) not in _WITH_LIMITS})
+            require_types(function, {name: each for name, each in given.items() if hints.get(name) != Sequence[int]})
         return function(*arguments, **keywords)
 
     return cast(_Function, checked)
 
 
 def require_types(annotated: Any, values: Mapping[str, object]) -> None:
-    """Raise ArgumentError for the first of `values` of another type than the function's or class's annotation of its name."""
+    """Raise ConfigError for `values` of other types than the function's or class's annotations of their names."""
     hints = _hints(annotated)
-    for name, value in values.items():
-        if not _is_a(value, hints.get(name, Any)):
-            raise ArgumentError(name, f" is {echo(value)}; it must be {_words(hints[name])}")
+    problems = [
+        ArgumentError(name, f" is {echo(value)}; it must be {_words(hints[name])}")
+        for name, value in values.items()
+        if not _is_a(value, hints.get(name, Any))
+    ]
+    if problems:
+        raise problems[0] if len(problems) == 1 else ConfigError([str(each) for each in problems])
 
 
 @cache

@@ -246,7 +246,7 @@ def test_adapters_leave_what_layers_declare() -> None:
         *(Layer(name, lambda: nn.Linear(WIDTH, WIDTH)) for name in "bc"),
         Layer("d", Reader, reads=("skip",), losses={"early": LossTerm(mean, 0.5)}),
     ]
-    layers = with_adapters(plain, LoraOptions(2, 4.0), 0)
+    layers = with_adapters(plain, LoraOptions(r=2, lora_alpha=4.0), 0)
     pipelines = [LocalPipeline(each, pl.schedules.zbv(2, 2), loss=mean) for each in (plain, layers)]
     losses = [pipeline.step(x, y).item() for pipeline in pipelines]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # an adapter begins with a product of 0

@@ -19,12 +19,13 @@ import pipeloom as pl
 from commands import FORKING
 from documents import blocks, run_console, run_python
 from paths import ROOT
-from pipeloom.config import MeshShape, load_layout
+from pipeloom.config import load_layout
 from pipeloom.models import DecoderShape
 from pipeloom.ops.segments import Compute
 from pipeloom.parallel import tensor as linear
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.data import sources
 from pipeloom.train.workers import launch
 from processes import run_ranks

@@ -31,7 +31,7 @@ from random import Random
 
 from fuzz._answers import Answer, answer_of, inside
 from fuzz._loop import run_cases, smallest
-from pipeloom.config import SECTIONS
+from pipeloom.config.sections import SECTIONS
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import FAMILIES, build
 from pipeloom.schedule.json_form import to_json

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.ops.layer import MicrobatchContext
@@ -19,6 +19,7 @@ from pipeloom.ops.random_state import stable_seed
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, join, shard_of, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.shapes.mesh import MeshShape
 
 LENGTH = 8
 Gradients = dict[str, Tensor]

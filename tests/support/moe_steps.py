@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import layouts
 from layouts import LENGTH, Gradients
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import ALONE, Mesh
 from pipeloom.parallel.sharding import join, shardings_of
 from pipeloom.parallel.tensor import TensorParallel
+from pipeloom.shapes.mesh import MeshShape
 
 MICROBATCHES = 2
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import note_kind
 import pipeloom as pl
 from models import batch, blocks, mse
-from pipeloom.config import MeshShape
 from pipeloom.draw import svg, terminal
 from pipeloom.draw.trace import trace
 from pipeloom.errors import UsageError
@@ -25,6 +24,7 @@ from pipeloom.runtime import LocalPipeline, Pipeline
 from pipeloom.schedule.actions import Need
 from pipeloom.schedule.csv_form import from_csv, to_csv
 from pipeloom.schedule.json_form import from_json, to_json
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.traces.measured import hops
 from processes import free_port, run_ranks
 
@@ -266,9 +266,10 @@ def main() -> None:
         "'n': its letter is 1 to 16 capital letters": {"letter": "n"},
         "time is a number of at least 0, or one of forward, backward": {"time": "furlong"},
         "time is a number of at least 0.*time=-1": {"time": -1},
-        "finite numbers": {"time": float("inf")},
-        "colour is 3 numbers": {"colour": (1.0,)},
-        "needs is a tuple of Need": {"needs": ("output",)},
+        "times and colours are finite": {"time": float("inf")},
+        "colour is .1.0,.; it must be a tuple.float, float, float.": {"colour": (1.0,)},
+        "needs is .'output',.; it must be a tuple.Need, .*.": {"needs": ("output",)},
+        "the step of a Need is -1, 0 or 1": {"needs": (pl.Need("output", 2),)},
         "output cannot be made by a registered kind": {"makes": ("output",)},
         "values and queues are names": {"queue": ""},
     }

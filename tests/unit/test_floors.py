@@ -13,9 +13,8 @@ import pytest
 
 import pipeloom
 from pipeloom.cli.options import message_with_flags
-from pipeloom.config import SECTIONS
 from pipeloom.config.problems import KEYS, naming_keys, sentence
-from pipeloom.config.sections import ModelSection, ParallelSection
+from pipeloom.config.sections import SECTIONS, ModelSection, ParallelSection
 from pipeloom.errors import ArgumentError, ConfigError, ScheduleError
 from pipeloom.limits import usable_cores
 from pipeloom.schedule import Costs

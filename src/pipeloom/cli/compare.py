@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeloom.cli.options import (
     argument,
     flag,
     message_with_flags,
+    name_of,
     parse_spec,
     require_schedule,
     schedule_of,
@@ -27,12 +28,11 @@ from pipeloom.cli.options import (
 )
 from pipeloom.cli.output import OutputFlags, as_dict, emit
 from pipeloom.cli.sweep import Sweep
-from pipeloom.draw.figures import cost_numbers, in_blocks, number
-from pipeloom.draw.tables import figure_notes, full_rank_peaks, shared_costs, shown_figures
+from pipeloom.draw.figures import cost_numbers, in_blocks
+from pipeloom.draw.tables import full_rank_peaks, shared_costs, shown_figures
 from pipeloom.errors import COLUMNS, ConfigError, PipeloomError, UsageError
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
-from pipeloom.schedule.costs import DEVICE
 from pipeloom.schedule.families import FAMILIES, canonical_name
 from pipeloom.traces.timelines import costs_dict
 
@@ -62,7 +62,23 @@ class TableFlags:
     attention_tokens: int | None = flag(
         None, "N", "Tokens of a sequence of --lengths at which attention takes as long as all else.", min=1
     )
-    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
+
+    def require(self, names: Sequence[str], output: OutputFlags, sizes: Sizes, costs: Sequence[Any]) -> None:
+        """Raise UsageError for schedules, drawings, sizes and costs (dataclasses of flags) that a table has of its own."""
+        for table, value in vars(self).items():
+            if table not in ("volume", "paper", "lengths") or value is None:
+                continue
+            if names:
+                raise UsageError(f"--{table} compares schedules of its own; leave out {' '.join(names)}")
+            if table != "lengths" and output.drawn:
+                raise UsageError(f"--{table} prints a table and draws nothing; leave out --{output.drawn[0]}")
+            of_others = {"paper": (sizes, *costs), "volume": costs}.get(table, ())
+            for spec, given in ((spec, getattr(group, spec.name)) for group in of_others for spec in fields(group)):
+                if given != spec.default:
+                    raise UsageError(f"--{table} has sizes or costs of its own; leave out {name_of(spec)}")
+        if self.lengths is None and (self.replicas, self.tokens, self.attention_tokens) != (1, None, None):
+            raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
 
 
 @with_options(without=("csv", "trace"))
@@ -92,13 +108,7 @@ def command(
     pipeloom compare --paper moe
     """
     output.require()
-    for table_of, value in vars(tables).items():
-        if table_of in ("volume", "paper", "lengths") and value is not None and names:
-            raise UsageError(f"--{table_of} compares schedules of its own; leave out {' '.join(names)}")
-        if table_of in ("volume", "paper") and value is not None and output.drawn:
-            raise UsageError(f"--{table_of} prints a table and draws nothing; leave out --{output.drawn[0]}")
-    if tables.lengths is None and (tables.replicas, tables.tokens, tables.attention_tokens) != (1, None, None):
-        raise UsageError("--replicas, --tokens and --attention-tokens are of --lengths FILE, which is not given")
+    tables.require(names or (), output, sizes, (costs, cuts, sending, limits))
     if tables.paper is not None:
         rows = papers.recompute(tables.paper)
         emit(
@@ -240,27 +250,11 @@ def table(
     Args:
         limit: bytes of a device.
     """
-    cells_of_rows = shown_figures([timeline for _, timeline in rows], costs)
-    figures_of_rows = [line | _bytes(timeline, limit) for line, (_, timeline) in zip(cells_of_rows, rows, strict=True)]
-    heads = [[word, *(head[at] for head in figures_of_rows[0])] for at, word in enumerate(("", "schedule"))]
-    cells = [[label, *line.values()] for (label, _), line in zip(rows, figures_of_rows, strict=True)]
-    notes = ["", *figure_notes(costs, cells_of_rows)]
-    if costs.bytes:
-        notes.append("GiB: the most bytes in each pool, on the rank that has the most")
+    cells, notes = shown_figures(rows, costs, limit)
+    lines = [*in_blocks(cells, min(width, COLUMNS)), "", *notes]
     if refused:
-        notes += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
-    return [*in_blocks([*heads, *cells], min(width, COLUMNS)), *notes]
-
-
-def _bytes(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
-    """Return as `shown_figures` the GiB of each pool on its worst rank, that rank, and whether a device holds them."""
-    cells: dict[tuple[str, str], str] = {}
-    for pool, peaks in timeline.peak_bytes.items():
-        most = max(peaks)
-        cells |= {(pool, "GiB"): number(most / 2**30), (pool, "rank"): str(peaks.index(most))}
-        if limit is not None and pool == DEVICE:
-            cells[f"{number(limit / 2**30)} GiB", "fits"] = "yes" if most <= limit else "no"
-    return cells
+        lines += ["", "skipped (sizes not supported):", *(f"  {name}: {why.splitlines()[0]}" for name, why in refused)]
+    return lines
 
 
 def volumes_of(config: str, sizes: Sizes) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pipeloom.draw.figures import in_columns
 from pipeloom.errors import UsageError
 from pipeloom.plan import OFFERED, Device, PlanRequest
 from pipeloom.plan.export import train_flags
-from pipeloom.plan.report import gib, memory_lines, step_words
+from pipeloom.plan.report import memory_lines, step_words
 from pipeloom.plan.run import RunPrediction, predicted, rank_parameters
 from pipeloom.plan.search import closest, limits_of_source
 from pipeloom.schedule import Timeline, simulate
@@ -71,9 +71,8 @@ def _step_lines(layout: Layout, prediction: RunPrediction | None, device: Device
 
 def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
     """Return the missing bytes, and the flags of the closest layout that fits."""
-    short = (
-        f"rank {prediction.worst} needs {gib(prediction.peak)} GiB, {gib(prediction.peak - limit)} more than there are"
-    )
+    needed, more = size_words(prediction.peak), size_words(prediction.peak - limit)
+    short = f"rank {prediction.worst} needs {needed}, {more} more than there are"
     planned, train, source = prediction.layout, layout.config.train, layout.config.model.source
     limits = limits_of_source(prediction.planner.shape, content_of(source, "model.source")) if source else {}
     request = PlanRequest(
@@ -90,7 +89,8 @@ def _missing(layout: Layout, prediction: RunPrediction, limit: float) -> str:
     better = closest(prediction.planner, request, planned)
     if better is None:
         return f"{short}; no layout on {layout.world_size} devices fits"
-    return f"{short}; the closest layout that fits, with {gib(better.peak)} GiB: {' '.join(train_flags(better.layout, planned))}"
+    flags = " ".join(train_flags(better.layout, planned))
+    return f"{short}; the closest layout that fits, with {size_words(better.peak)}: {flags}"
 
 
 def expected_timeline(layout: Layout) -> Timeline:

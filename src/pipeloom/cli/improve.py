@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeloom.cli.changes import compare
 from pipeloom.cli.options import argument, flag, memory_of, with_options
-from pipeloom.cli.output import emit, json_flag, write_csv
+from pipeloom.cli.output import emit, json_flag, require_writable, write_csv
 from pipeloom.cli.show import Study, layers_of, layout_of, steps_of
 from pipeloom.draw.figures import number, time_unit
 from pipeloom.errors import PipeloomError, UsageError
@@ -63,6 +63,7 @@ def command(
     the best schedule that a search finds. A trace of another program will do. With --job, the job's layers, chunks, micro-batch,
     recomputation and offload change, as far as its system lets them; with --csv also the order, where the system reads one.
     """
+    require_writable(options.csv, options.output)
     if options.job is not None:
         _of_job(trace, options, options.job)
         return

@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from pipeloom.errors import ArgumentError, PipeloomError, UsageError
-from pipeloom.limits import BYTE_UNITS, SCHEDULE_BYTES, memory_amount, number_or_text, read_json
+from pipeloom.limits import SCHEDULE_BYTES, memory_amount, number_or_text, read_json
 from pipeloom.schedule import Costs, Schedule, check
 from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import FAMILIES, SLICED, build, canonical_name, require
 from pipeloom.schedule.files import load, names_a_file
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, segment_costs
 from pipeloom.schedule.slices import balanced_cuts, even_cuts, longer_than_whole
 from pipeloom.schedule.transforms import parsed_transform, transformed
 from pipeloom.traces.segment_times import read_segments
@@ -33,7 +33,14 @@ _LONG = 2**20  # tokens of the sequence whose cuts stand for any: so many that a
 
 def flag(default: Any, metavar: str | None, help: str, *names: str, **limits: Any) -> Any:
     """Declare a field of a dataclass as an option of a command, which is named after the field if `names` are not given."""
-    return field(default=default, metadata={"option": typer.Option(*names, metavar=metavar, help=help, **limits)})
+    option = typer.Option(*names, metavar=metavar, help=help, **limits)
+    return field(default=default, metadata={"option": option, "names": names})
+
+
+def name_of(spec: Field[Any]) -> str:
+    """Return the option that a field declares."""
+    names = spec.metadata["names"]
+    return names[0].partition("/")[0] if names else f"--{spec.name.replace('_', '-')}"
 
 
 def argument(default: Any, metavar: str, help: str, **more: Any) -> Any:
@@ -182,6 +189,9 @@ class SliceFlags:
         return (even_cuts if self.even_slices else balanced_cuts)(_LONG, schedule.slices, attention).costs(costs)
 
 
+_OF_SEGMENTS = ("forward", "input_grad", "weight_grad", "all_to_all", "pair")  # costs that follow from segments
+
+
 @dataclass(frozen=True)
 class CostFlags:
     """Costs as they are written on the command line: a number, or numbers separated by commas."""
@@ -245,7 +255,9 @@ class CostFlags:
         if self.message is not None:
             numbers["message"] = bytes_of(self.message)
         if layers := self.layers():
-            base, numbers = SegmentCosts((layers,)).costs(**vars(base) | numbers), {}
+            if replaced := [FLAGS[name] for name in _OF_SEGMENTS if name in given]:
+                raise UsageError(f"--segments gives the times of actions and pairs; leave out {' and '.join(replaced)}")
+            base, numbers = segment_costs([layers], **vars(base) | numbers), {}
         costs = replace(base, **numbers)
         if self.slowdown > 1 and self.pair is not None:
             raise UsageError(
@@ -304,12 +316,11 @@ class SendFlags:
 
 
 FLAGS = {
-    **{each.name: f"--{each.name.replace('_', '-')}" for each in (*fields(CostFlags), *fields(SendFlags))},
+    **{each.name: name_of(each) for each in (*fields(CostFlags), *fields(SendFlags))},
     **{
         name: f"--{name.replace('_', '-')}"
         for name in ("memory", "time_limit", "iterations", "receive_depth", "prove", "pairs")
     },
-    "held": "--held-until-weight-grad",
     "microbatch": "--microbatch-costs",
     "target_modules": "--lora.target_modules",
 }
@@ -333,11 +344,10 @@ def message_with_flags(error: PipeloomError) -> str:
 
 def bytes_of(text: str) -> int:
     """Return the bytes of a size such as 65536, 64KiB or 4MiB, for `--message`. Raises UsageError for anything else."""
-    match = re.fullmatch(r"(\d{1,15})\s*([A-Za-z]*)", text.strip())
-    size = int(match[1]) * BYTE_UNITS.get(match[2].lower(), 0) if match is not None else 0
+    size, _ = memory_amount(text) or (0.0, False)
     if not 1 <= size <= _MOST_MESSAGE:
         raise UsageError(f"--message is {text!r:.60}; give bytes, up to 16GiB, such as 65536, 64KiB or 4MiB")
-    return size
+    return int(size)
 
 
 def bytes_with(costs: Costs, text: str, flag: str = "--memory") -> float:

@@ -55,19 +55,10 @@ class OutputFlags:
 
     def require(self) -> None:
         """Raise UsageError for files that cannot be written, before the work whose result they are to hold."""
-        if self.as_json and self.csv:
-            raise UsageError("--json and --csv both print on standard output; choose one")
+        require_one_form({"--json": self.as_json, "--csv": self.csv})
         if self.png is not None:
             require_png()
-        for path in (self.svg, self.png, self.html, self.trace):
-            if path is None:
-                continue
-            if path.is_dir():
-                raise UsageError(f"cannot write {path}: it is a directory")
-            if not path.parent.is_dir():
-                raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+        require_writable(self.svg, self.png, self.html, self.trace)
 
     def draw(self, timelines: Sequence[Timeline], below: Callable[[float], str] | None = None, **page: Any) -> None:
         """Write the files that the options name; the trace contains only the first timeline.
@@ -95,6 +86,31 @@ class OutputFlags:
     def print_timeline(self, timeline: Timeline, bound: bool = True) -> None:
         """Draw `timeline` in the terminal, with or without its lower bound."""
         sys.stdout.write(terminal(timeline, width=self.columns, bound=bound))
+
+
+def require_one_form(given: Mapping[str, object]) -> None:
+    """Raise UsageError where more than one option that prints a form of the result on standard output is given."""
+    forms = [option for option, value in given.items() if value]
+    if len(forms) > 1:
+        raise UsageError(f"{' and '.join(forms)} print on standard output; choose one")
+
+
+def require_writable(*paths: Path | None) -> None:
+    """Raise UsageError for a file that cannot be written, or that is named twice, before the work whose result it is to hold."""
+    seen = set[str]()
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UsageError(f"cannot write {path}: it is a directory")
+        if not path.parent.is_dir():
+            raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
+        real = os.path.realpath(path)
+        if real in seen and (path.is_file() or not path.exists()):  # a device takes both
+            raise UsageError(f"{path} is named for two results, and would hold only one of them")
+        seen.add(real)
 
 
 def write_csv(schedule: Schedule, path: Path | None = None, *, messages: bool = False) -> None:
@@ -133,10 +149,5 @@ def emit(as_json: bool, values: Callable[[], Mapping[str, Any]], lines: Callable
 
 def as_dict(timeline: Timeline) -> dict[str, object]:
     """Return the JSON form of the schedule together with the costs of a stage and the figures of the timeline."""
-    return to_dict(timeline.schedule) | figures_and_costs(timeline)
-
-
-def figures_and_costs(timeline: Timeline) -> dict[str, object]:
-    """Return the JSON form of the costs of a stage and of the figures of the timeline."""
     bytes_ = {"peak_bytes": timeline.peak_bytes} if timeline.costs.bytes else {}
-    return {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_
+    return to_dict(timeline.schedule) | {"costs": costs_dict(timeline.costs, "a stage")} | figures(timeline) | bytes_

@@ -12,8 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeloom.cli.options import flag, memory_of, with_options
-from pipeloom.cli.output import emit, json_flag, write
+from pipeloom.cli.options import flag, memory_of, name_of, with_options
+from pipeloom.cli.output import emit, json_flag, require_one_form, require_writable, write
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_blocks
 from pipeloom.errors import CapacityError, UsageError, divisors, nearest
@@ -55,6 +55,7 @@ from pipeloom.shapes.ops import Runtime
 from pipeloom.traces.timelines import costs_dict
 
 _ROWS = 10
+_NOT_DRAWN = ("layout", "output", "costs_to", "as_", "as_json", "refine")
 _TIMES = {"ms": 1e-3, "s": 1.0}
 
 
@@ -119,6 +120,16 @@ class PlanFlags:
         "--as",
     )
 
+    def require(self) -> None:
+        """Raise UsageError for files that cannot be written, and for options whose result nothing would hold."""
+        require_writable(self.output, self.costs_to, self.svg)
+        require_one_form({"--json": self.as_json, "--as": self.as_})
+        if self.data is not None and self.output is None:
+            raise UsageError("--data is written to the file of --output, which is not given")
+        for spec in fields(self) if self.svg is not None else ():
+            if spec.name in _NOT_DRAWN and getattr(self, spec.name) != spec.default:
+                raise UsageError(f"--svg draws, and searches nothing; leave out {name_of(spec)}")
+
     @cached_property
     def directory(self) -> dict[str, str]:
         """The key of `[model]` that trains the model of a directory -> the directory; empty for other models.
@@ -143,6 +154,7 @@ def command(options: PlanFlags) -> None:
     Predicts the memory of every rank and the time of a step, for every layout of data, tensor, context, pipeline and expert
     parallelism that the model and the devices allow.
     """
+    options.require()
     gc.disable()  # schedules are many small objects without cycles, which take a tenth of the time to look through
     try:
         if options.job is not None:
@@ -217,8 +229,7 @@ def _gain(options: PlanFlags, source: str) -> None:
 
     for spec in fields(options):
         if spec.name not in _WITH_JOB and getattr(options, spec.name) != spec.default:
-            name = f"--{spec.name.strip('_').replace('_', '-')}"
-            raise UsageError(f"{name}: the job says what is trained on what; leave it out beside --job")
+            raise UsageError(f"{name_of(spec)}: the job says what is trained on what; leave it out beside --job")
     job = read_job(source, load_model(options.model) if options.model else None)
     gain = gain_of(job, _device(replace(options, devices=job.layout.world)))
     gain.report(options.output, options.as_json, details)
@@ -320,6 +331,11 @@ def _one(options: PlanFlags, planner: Planner, text: str, device_memory: float) 
     if options.devices is not None and options.devices != layout.world:
         raise UsageError(
             f"--layout uses {layout.world} devices, and --devices is {options.devices}; nearest: --devices {layout.world}"
+        )
+    if options.global_batch not in (None, layout.sequences):
+        raise UsageError(
+            f"--layout has {layout.sequences} sequences a step, and --global-batch is {options.global_batch}; nearest: "
+            f"--global-batch {layout.sequences}"
         )
     prediction = planner.predict(layout)
     if options.refine:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from pipeloom.cli.options import flag, with_options
-from pipeloom.cli.output import emit, json_flag, write
+from pipeloom.cli.output import emit, json_flag, require_writable, write
 from pipeloom.cli.workers import layout_of_workers, require_torch, result_of_workers, words_of
 from pipeloom.draw.chart import Panel, chart
 from pipeloom.draw.figures import in_blocks
@@ -47,6 +47,7 @@ def command(
     are those of the configuration's stages, in seconds.
     """
     require_torch("profile")
+    require_writable(output, svg)
     layout = _layout(context.args)
     code, report = _measure(layout, processes, repeats, words_of(context))
     if code or not report:

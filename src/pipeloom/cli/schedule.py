@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import json
 from functools import partial
 
 from pipeloom.cli.options import (
@@ -18,11 +18,10 @@ from pipeloom.cli.options import (
     flag,
     with_options,
 )
-from pipeloom.cli.output import OutputFlags, emit, figures_and_costs, write_csv
+from pipeloom.cli.output import OutputFlags, as_dict, emit, require_one_form, write_csv
 from pipeloom.draw import largest_gain, segment_lanes, segment_table
 from pipeloom.draw.figures import in_columns
 from pipeloom.schedule import simulate
-from pipeloom.schedule.json_form import parts_of_json
 from pipeloom.traces.segment_times import read_segments
 
 
@@ -59,6 +58,7 @@ def command(
     pipeloom schedule interleaved --ranks 4 --microbatches 9 --option rounds=tail
     """
     output.require()
+    require_one_form({"--json": output.as_json, "--csv": output.csv, "--torch-csv": torch_csv})
     if name is None:
         rows = family_rows()
         emit(
@@ -78,8 +78,7 @@ def command(
         write_csv(schedule, messages=torch_csv)
     elif output.as_json:
         more = {"segments": [dict(zip(table[0], row, strict=True)) for row in table[1:]]} if table else {}
-        sys.stdout.writelines(parts_of_json(schedule, figures_and_costs(timeline) | more))
-        print()
+        print(json.dumps(as_dict(timeline) | more, allow_nan=False))
     else:
         output.print_timeline(timeline)
         if table:

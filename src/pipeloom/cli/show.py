@@ -87,7 +87,7 @@ def steps_of(path: Path) -> tuple[tuple[Timeline, ...], tuple[float, ...], tuple
 def timelines_of(path: Path) -> tuple[Timeline, ...]:
     """Return the measured steps in a run's folder or in a file of timelines. Raises UsageError where there are none."""
     file = path / TIMELINES_FILE if path.is_dir() else path
-    if not file.is_file():
+    if not file.exists():
         if path.is_dir():
             runs = sorted(name.parent.name for name in path.glob(f"*/{TIMELINES_FILE}"))
             near = f"; nearest: {path / runs[-1]}" if runs else "; a run writes it when it ends"

@@ -32,7 +32,8 @@ class Sweep:
         Without a step, a range of more than `MOST_POINTS` values is thinned evenly. Raises UsageError for any other text.
         """
         match = re.fullmatch(
-            rf"({'|'.join(SIZES)})=(?:(\d{{1,6}})\.\.(\d{{1,6}})(?::(\d{{1,6}}))?|(\d{{1,6}}(?:,\d{{1,6}})*))", text
+            rf"({'|'.join(SIZES)})=(?:(\d{{1,6}})\.\.(\d{{1,6}})(?::([1-9]\d{{0,5}}))?|(\d{{1,6}}(?:,\d{{1,6}})*))",
+            text,
         )
         low, high, step = (int(word or 0) for word in match.group(2, 3, 4)) if match is not None else (0, 0, 0)
         if match is None or low > high:

@@ -82,8 +82,12 @@ def _describe(arguments: Sequence[str], name: str | None, memory: str | None) ->
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
     complete = not missing_of_trainer()
+    limit = None if memory is None else memory_of(memory)[0]
+    device = None if name is None else load_device(name)
     path, overrides = split_arguments(arguments)
     layout = load_layout(path, overrides, world_size=world_size_given() or 0)
+    if device is None and layout.config.train.device == "cuda":
+        device = load_device("h100")
     if is_worker() and os.environ["RANK"] != "0":
         return
     if complete and layout.config.data.source != NO_DATA:
@@ -95,10 +99,8 @@ def _describe(arguments: Sequence[str], name: str | None, memory: str | None) ->
 
         require_targets(layout.config)
         require_checkpoints(layout.config)
-    name = name or ("h100" if layout.config.train.device == "cuda" else None)
     announce(layout)
-    device = None if name is None else load_device(name)
-    lines, missing = report(layout, device, None if memory is None else memory_of(memory)[0], complete=complete)
+    lines, missing = report(layout, device, limit, complete=complete)
     if layout.config.data.source == NO_DATA:
         lines.append('data.source = "": a run needs data: --data.source FILE')
     print(folded("\n".join(lines)), flush=True)

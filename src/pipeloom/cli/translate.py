@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Literal
 
 from pipeloom.cli.options import argument, flag, with_options
@@ -30,9 +31,13 @@ def command(
     standard error, a sentence each. What the other system would refuse is refused, with the nearest that it takes.
     """
     read = read_job(job, None if model is None else load_model(model))
+    _report([f"not understood: {each}" for each in read.unknown], strict)  # before a refusal, whose cause they may be
     text, losses = translated(read, to)
-    sentences = [*(f"not understood: {each}" for each in read.unknown), *losses]
+    _report(losses, strict)
+    sys.stdout.write(text)
+
+
+def _report(sentences: Sequence[str], strict: bool) -> None:
     if strict and sentences:
         raise UsageError(f"--strict: {'; '.join(sentences)}")
     print("".join(f"{each}\n" for each in sentences), end="", file=sys.stderr)
-    sys.stdout.write(text)

@@ -151,16 +151,6 @@ def _weights_are_a_checkpoint(config: Config) -> Iterator[Problem]:
         )
 
 
-@_reads("lora", "model.source", "model.weights")
-def _adapters_have_weights(config: Config) -> Iterator[Problem]:
-    if config.lora.r and not config.model.source and not config.model.weights:
-        yield (
-            "lora.r",
-            "there are no pretrained weights to adapt; set model.source to a Hugging Face directory, or model.weights to "
-            "a checkpoint or such a directory",
-        )
-
-
 @_reads("parallel.sp", "parallel.tp", "train.seq_len")
 def _sequence_parallel_fits(config: Config) -> Iterator[Problem]:
     tp, length = config.parallel.tp, config.train.seq_len

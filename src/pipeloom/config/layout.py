@@ -76,14 +76,6 @@ class Layout:
         return self.mesh.world
 
 
-def resolve(config: Config) -> Layout:
-    """The layout of `config`. Raises ConfigError with all problems, ScheduleError for a schedule that cannot run."""
-    layout, problems = examine(config)
-    if problems or layout is None:
-        raise ConfigError(problems)
-    return layout
-
-
 def examine(
     config: Config, wrong: Collection[str] = (), folders: Mapping[str, Path] | None = None
 ) -> tuple[Layout | None, list[str]]:

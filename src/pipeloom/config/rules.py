@@ -21,6 +21,7 @@ _ROWS = """
 ep_chunks | ep_blocks | use either this or parallel.ep_blocks {ep_blocks}, not both
 num_shared_experts, moe_layer_freq, experts_class, router_class | dense model | there are no experts; set model.num_experts
 tp, ep | source | it applies to Pipeloom's own decoder only, not to model.source; nearest: 1
+lora | untrained weights | there are no pretrained weights to adapt; set model.source or model.weights to a directory of them
 lora_dropout | tp | the ranks of parallel.tp {tp} would drop different inputs; nearest: 0
 sp | one tensor rank | it spreads tokens over the tensor-parallel ranks; set parallel.tp to 2 or more
 unshard_slots | whole weights | parallel.zero is {zero}, and only 3 gathers parameters; set parallel.zero = 3
@@ -42,6 +43,7 @@ slices | search | schedules are searched for whole sequences; name a family, suc
 overlap_p2p | shared memory | the shared-memory transport posts no receives; set schedule.transport = "individual"
 source weights | sorted documents | batches sorted by length take each document of all sources once an epoch; leave them out
 sorted documents | slices | the shortest batches have too few tokens to cut; set data.documents = "pack"
+split sampling | several sources | it is for one source; nearest: "shuffle-then-split"
 sampling | sorted documents | batches sorted by length have a shuffled order of their own; nearest: "shuffle-then-split"
 no momentum | nesterov | optimizer.nesterov = true needs momentum; set it above 0, or optimizer.nesterov = false
 muon | no barrier | ranks gather whole matrices in each step, which is a barrier; set optimizer.barrier = true
@@ -101,6 +103,8 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "router_class": ("model.router_class", _unless("")),
     "num_nextn_predict_layers": ("model.num_nextn_predict_layers", _unless(0)),
     "source": ("model.source", _unless("")),
+    "lora": ("lora.r", _unless(0)),
+    "untrained weights": ("model.weights model.source", lambda c, v: not v and not c.model.source),
     "lora_dropout": ("lora.lora_dropout lora.r", lambda c, v: v and c.lora.r),
     "tp": ("parallel.tp", _unless(1, COMPUTED)),
     "one tensor rank": ("parallel.tp", lambda c, v: v == 1),
@@ -138,6 +142,8 @@ FEATURES: dict[str, tuple[str, Callable[[Config, Any], object]]] = {
     "concatenated documents": ("data.documents", lambda c, v: v == "concatenate"),
     "sorted documents": ("data.documents", lambda c, v: v == "sort"),
     "source weights": ("data.weights", _unless(())),
+    "several sources": ("data.source", lambda c, v: len(v) > 1),
+    "split sampling": ("data.sampling", lambda c, v: v == "split-then-shuffle"),
     "sampling": ("data.sampling", _unless("auto", "shuffle-then-split")),
     "nesterov": ("optimizer.nesterov optimizer.name", lambda c, v: v and c.optimizer.name == "sgd"),
     "no momentum": ("optimizer.momentum", lambda c, v: not v),

@@ -49,10 +49,9 @@ class SearchRequest:
         in_bytes: whether they are bytes.
         memory_of: the family that `memory` is taken from; "" where it was given.
         costs: of the stages; None: measured in the first steps, or before them where the memory is in bytes.
-        measure: the number of steps in which they are measured.
         trial: the steps of each schedule in the trial after the search; 0: no trial, as in a run with too few steps.
-        objective, time_limit, iterations, seed: of the search.
-        reuse: whether to run the schedule that an earlier run saved.
+        objective: of the search.
+        options: as they are configured.
         family: the schedule that the result is compared with: the placement's first family that fits, else a list schedule; the
             first family where the memory is in bytes.
         first: the schedule that runs until then: `family` with every other backward split, so that B, I and W are all measured.
@@ -66,13 +65,9 @@ class SearchRequest:
     in_bytes: bool
     memory_of: str
     costs: Costs | None
-    measure: int
     trial: int
     objective: Literal["makespan", "span"]
-    time_limit: float | None
-    iterations: int | None
-    seed: int
-    reuse: bool
+    options: SearchOptions
     family: Schedule
     first: Schedule
 
@@ -93,7 +88,7 @@ class SearchRequest:
         if self.costs is not None:
             return f"the schedule is searched before the first step, for the costs given and {room}"
         return (
-            f"the schedule is searched for {room}, and for the costs that {self.measure} steps of {self.first.name} show "
+            f"the schedule is searched for {room}, and for the costs that {self.options.measure} steps of {self.first.name} show "
             "(with every other backward split into I and W)"
         )
 
@@ -208,7 +203,7 @@ def search_request(config: Config) -> SearchRequest:
         costs=costs,
         trial=options.trial if config.train.steps > options.measure + 2 * options.trial else 0,
         objective=options.objective or default_objective,
-        **options.model_dump(include={"measure", "time_limit", "iterations", "seed", "reuse"}),
+        options=options,
         family=family,
         first=half_split(family),
     )

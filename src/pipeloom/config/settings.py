@@ -80,7 +80,7 @@ def load_layout(
     world_size: int | None = None,
     folder: Path | None = None,
 ) -> Layout:
-    """`resolve(load(path, *overrides))` with the problems of both in one ConfigError.
+    """The layout of `load(path, *overrides)`, with the problems of both in one ConfigError.
 
     `world_size` is the number of workers that torchrun started (0: as many as the layout needs, with 1 for an axis of -1); it
     determines an axis of -1, and is a problem where it differs from the layout's. Code that a key names as `module:function` is
@@ -579,7 +579,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str | None, dict[str, Any
         key = flag.replace("-", "_")
         switch = annotation_of(key) is bool
         if not equals:
-            if rest and not rest[-1].startswith("--") and not (switch and _is_path(rest[-1])):
+            path_follows = bool(rest) and (rest[-1].endswith(".toml") or rest[-1] in BUILT_IN)
+            if rest and not rest[-1].startswith("--") and not (switch and path_follows):
                 text = rest.pop()
             elif switch:
                 text = "true"
@@ -621,10 +622,6 @@ def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
                 raise UsageError(f"--{dotted}: {part} already has a value that is not a table")
         table[last] = value
     return tables
-
-
-def _is_path(word: str) -> bool:
-    return word.endswith(".toml") or word in BUILT_IN
 
 
 def annotation_of(key: str) -> Any:

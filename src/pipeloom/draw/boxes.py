@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from pipeloom.schedule import Action, Schedule, Timeline
 from pipeloom.schedule.actions import COMPUTE, INPUT_GRADIENT, OUTPUT, kind_number, kind_of
 from pipeloom.schedule.costs import durations
-from pipeloom.schedule.model import parts
+from pipeloom.schedule.model import parts, steady_entries
 
 Phase = Literal["warm-up", "steady", "cool-down"]
 
@@ -113,9 +113,8 @@ def nice_step(span: float, most: int) -> float:
 
 def _phases(schedule: Schedule, rank: int) -> list[Phase]:
     """The phase of each entry of a rank's program."""
-    program = [[kind_of(action.kind) for action in parts(cell)] for cell in schedule.programs[rank]]
-    first = next((at for at, entry in enumerate(program) if any(kind.is_backward for kind in entry)), len(program))
-    last = max((at for at, entry in enumerate(program) if any(kind.is_forward for kind in entry)), default=-1)
+    program = schedule.programs[rank]
+    first, last = steady_entries(program)
     return ["warm-up" if at < first else "cool-down" if at > last else "steady" for at in range(len(program))]
 
 

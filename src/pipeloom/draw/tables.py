@@ -9,8 +9,10 @@ from typing import Any
 
 from pipeloom.draw.figures import FIGURE_WORDS, cost_numbers, figures, full_rank, in_blocks, messages, number
 from pipeloom.errors import ArgumentError, UsageError, folded
+from pipeloom.limits import of_annotated_types
 from pipeloom.schedule import Costs, Schedule, Timeline, period, simulate
 from pipeloom.schedule.channels import size_words
+from pipeloom.schedule.costs import DEVICE
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Table:
         return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table><p>{notes}</p>"
 
 
+@of_annotated_types
 def compare(
     schedules: Iterable[Schedule | Timeline] | Mapping[str, Schedule | Timeline], costs: Costs | None = None
 ) -> Table:
@@ -66,7 +69,7 @@ def compare(
         schedules: they, or label -> schedule; timelines, which are not simulated again.
         costs: of 1/p of the model, so that a stage of a schedule with v chunks a rank costs 1/v of them; default: `Costs()`.
 
-    Raises UsageError for what is neither a schedule nor a timeline.
+    Raises UsageError for what is neither a schedule nor a timeline, and where there is none.
     """
     costs = costs if costs is not None else Costs()
     labelled = schedules.items() if isinstance(schedules, Mapping) else [("", each) for each in schedules]
@@ -74,39 +77,35 @@ def compare(
     for label, each in labelled:
         if isinstance(each, Schedule):
             each = simulate(each, shared_costs(costs, each))
-        elif not isinstance(each, Timeline):
-            raise UsageError(
-                f"schedules: one is of type {type(each).__name__}; give pipeloom.Schedule or pipeloom.Timeline"
-            )
         timelines.append((label or each.name, each))
     if not timelines:
         raise UsageError("schedules: there are none; give at least one pipeloom.Schedule")
-    cells = shown_figures([timeline for _, timeline in timelines], costs)
-    heads = [[word, *(head[at] for head in cells[0])] for at, word in enumerate(("", "schedule"))]
-    return Table(
-        tuple({"schedule": label, **figures(timeline)} for label, timeline in timelines),
-        (*heads, *([label, *row.values()] for (label, _), row in zip(timelines, cells, strict=True))),
-        figure_notes(costs, cells),
-    )
+    rows = tuple({"schedule": label, **figures(timeline)} for label, timeline in timelines)
+    return Table(rows, *shown_figures(timelines, costs))
 
 
-def figure_notes(costs: Costs, cells: Sequence[Mapping[tuple[str, str], str]]) -> tuple[str, ...]:
-    """Return the lines below a table of `shown_figures`: the costs, and the meaning of its columns."""
-    memory = "; mem.: peak memory in the same units" if ("mem.", "max") in cells[0] else ""
-    return (
+def shown_figures(
+    timelines: Sequence[tuple[str, Timeline]], costs: Costs, limit: float | None = None
+) -> tuple[tuple[list[str], ...], tuple[str, ...]]:
+    """Return the head of two lines and a row of `figure_cells` for each (label, timeline), and the notes below.
+
+    Without sizes of messages of 0, and peaks of memory that are those of activations. With bytes: the GiB of each pool on its
+    worst rank, that rank, and whether a device of `limit` bytes holds them.
+    """
+    rows = [figure_cells(timeline) | _byte_cells(timeline, limit) for _, timeline in timelines]
+    hidden = {("mem.", "max")} if all(row["mem.", "max"] == row["act.", "max"] for row in rows) else set()
+    hidden |= {("mes.", "size")} if not costs.message else set()
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
+    heads = [[word, *(key[at] for key in columns)] for at, word in enumerate(("", "schedule"))]
+    lines = ([label, *(row.get(key, "-") for key in columns)] for (label, _), row in zip(timelines, rows, strict=True))
+    memory = "" if hidden >= {("mem.", "max")} else "; mem.: peak memory in the same units"
+    return (*heads, *lines), (
         f"costs of 1/p of the model: {cost_numbers(costs)} (a stage of a schedule with v chunks a rank costs 1/v of them)",
         *(f"{key.replace('_', ' ')}: {words}" for key, words in FIGURE_WORDS.items()),
         f"mes.: messages between ranks in a step{', and their size' * bool(costs.message)}; par: copies of the model",
         f"act.: peak activations in full-rank units (micro-batches of 1/p of the model){memory}",
+        *(["GiB: the most bytes in each pool, on the rank that has the most"] if costs.bytes else []),
     )
-
-
-def shown_figures(timelines: Sequence[Timeline], costs: Costs) -> list[dict[tuple[str, str], str]]:
-    """`figure_cells` of each, without sizes of messages of 0 and peaks of memory that are those of activations."""
-    cells = [figure_cells(timeline) for timeline in timelines]
-    hidden = {("mem.", "max")} if all(row["mem.", "max"] == row["act.", "max"] for row in cells) else set()
-    hidden |= {("mes.", "size")} if not costs.message else set()
-    return [{key: value for key, value in row.items() if key not in hidden} for row in cells]
 
 
 def figure_cells(timeline: Timeline) -> dict[tuple[str, str], str]:
@@ -126,6 +125,16 @@ def figure_cells(timeline: Timeline) -> dict[tuple[str, str], str]:
         ("act.", "mean"): number(sum(peaks) / len(peaks)),
         ("mem.", "max"): number(max(timeline.peak_memory)),
     }
+
+
+def _byte_cells(timeline: Timeline, limit: float | None) -> dict[tuple[str, str], str]:
+    cells: dict[tuple[str, str], str] = {}
+    for pool, peaks in timeline.peak_bytes.items():
+        most = max(peaks)
+        cells |= {(pool, "GiB"): number(most / 2**30), (pool, "rank"): str(peaks.index(most))}
+        if limit is not None and pool == DEVICE:
+            cells[f"{number(limit / 2**30)} GiB", "fits"] = "yes" if most <= limit else "no"
+    return cells
 
 
 def full_rank_peaks(timeline: Timeline) -> list[float]:

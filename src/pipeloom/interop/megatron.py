@@ -82,6 +82,7 @@ _OLDER = {
     "activations-checkpoint-method": "recompute-method", "activations-checkpoint-num-layers": "recompute-num-layers",
     "checkpoint-num-layers": "recompute-num-layers",
 }  # fmt: skip
+_SIZES = {flag for flag, _ in _AXES} | {"num-layers", "hidden-size", "num-attention-heads", "global-batch-size"}
 # Flags of what a model computes, or of what a step costs, that are neither written nor predicted.
 _LOST = """
     apply-layernorm-1p fp8-param-gather moe-router-enable-expert-bias moe-router-force-load-balancing
@@ -196,13 +197,14 @@ def _matches(name: str, patterns: str) -> bool:
 
 
 def _converted(flag: str, kind: type, text: str) -> Any:
+    least = 1 if flag.replace("_", "-") in _SIZES else -1
     try:
         value = kind(text)
-        if kind is str or -1.0 <= value < 10**9:
+        if kind is str or least <= value < 10**9:
             return value
     except (ValueError, OverflowError):
         pass
-    what = "a whole number" if kind is int else "a number"
+    what = f"a whole number of at least {least}" if kind is int else "a number"
     raise UsageError(f"megatron: --{flag} {text:.60}: it must be {what}")
 
 
@@ -292,15 +294,14 @@ def _job(values: Mapping[str, Any], shape: DecoderShape | None, unknown: list[st
     if not devices:
         unknown.append("the number of devices is not in the text: one replica is assumed")
         devices = math.lcm(tp * cp, (get("expert-tensor-parallel-size") or tp) * ep) * pp
-    if min(tp, pp, cp, ep) < 1 or devices % (tp * pp * cp):
-        raise UsageError(
-            f"megatron: {devices} devices are no multiple of tp x pp x cp = {tp * pp * cp} (arguments.py); "
-            f"nearest: {max(1, tp * pp * cp)} devices"
-        )
-    dp, micro = devices // (tp * pp * cp), axes["micro_batch"]
+    copy = tp * pp * cp
+    if rest := devices % copy:
+        near = nearest(devices, {copy, devices - rest, devices - rest + copy} - {0})
+        raise UsageError(f"megatron: {devices} devices are no multiple of tp x pp x cp = {copy} (arguments.py); {near}")
+    dp, micro = devices // copy, axes["micro_batch"]
     total = get("global-batch-size") or micro * dp
-    if micro < 1 or total % (micro * dp):
-        near = max(1, total // max(1, micro * dp)) * micro * dp
+    if total % (micro * dp):
+        near = max(1, total // (micro * dp)) * micro * dp
         raise UsageError(
             f"megatron: --global-batch-size {total} is no multiple of micro-batch x dp = {micro * dp} "
             f"(num_microbatches_calculator.py); nearest: {near}"

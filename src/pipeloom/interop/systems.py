@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeloom.config.settings import toml_value
 from pipeloom.errors import UsageError, reason_of
 from pipeloom.interop import automodel, megatron, pipeloom, torch_runtime, torchtitan
+from pipeloom.limits import read_file
 from pipeloom.plan.job import Job, differences, normal
 from pipeloom.plan.layout import PlannedLayout
 from pipeloom.plan.predict import LayoutCosts, Planner
@@ -69,9 +70,9 @@ def read_job(source: str, shape: DecoderShape | None = None) -> Job:
     Raises UsageError for a text of none of the systems.
     """
     try:
-        data = sys.stdin.buffer.read(_LARGEST + 1) if source == "-" else Path(source).read_bytes()[: _LARGEST + 1]
+        data = sys.stdin.buffer.read(_LARGEST + 1) if source == "-" else read_file(source, _LARGEST, "a job")
         text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a zero byte in the name
         raise UsageError(f"cannot read {source}: {reason_of(error)}") from None
     if len(data) > _LARGEST:
         raise UsageError(f"{source} is longer than {_LARGEST:,} bytes: that is no job")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeloom.config import Config, Layout
 from pipeloom.config.problems import naming_keys
+from pipeloom.config.sections import LoraSection
 from pipeloom.limits import expanded
 from pipeloom.models import MoeClasses, cross_entropy, hf, layers, tied, token_loss
 from pipeloom.models.layers import VocabularyRanks, block_name
@@ -97,7 +98,7 @@ def model_layers(
         slices: they can run slices of sequences.
         spread: the ranks over which the output layer is spread; None: it is one layer.
     """
-    options, context = lora_options(config), context_parallel_of(config, mesh)
+    options, context = lora_options(config.lora), context_parallel_of(config, mesh)
     if config.model.source:
         model: list[Layer] = foreign(config.model.source, dtype, context, slices, spread)
     else:
@@ -159,12 +160,9 @@ def moe_classes(layout: Layout) -> MoeClasses:
     )
 
 
-def lora_options(config: Config) -> LoraOptions | None:
+def lora_options(section: LoraSection) -> LoraOptions | None:
     """Return the options of a configuration's adapters; None: it has none."""
-    section = config.lora
-    if not section.r:
-        return None
-    return LoraOptions(section.r, section.lora_alpha, section.lora_dropout, section.target_modules)
+    return LoraOptions(**section.model_dump(exclude={"adapter"})) if section.r else None
 
 
 def ties(config: Config) -> tuple[tuple[str, ...], ...]:

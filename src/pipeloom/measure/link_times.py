@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ def copy_times(device: torch.device, repeats: int) -> list[LinkTimes]:
                 torch.empty(size, dtype=torch.uint8, device=place, pin_memory=source != target and place.type == "cpu")
                 for place in (source, target)
             )
-            samples.append(Sample.of(_timed(partial(b.copy_, a), device, _calls(size, repeats))))
+            samples.append(Sample.of(_timed(partial(b.copy_, a), device, size, repeats)))
         results.append(LinkTimes("host", name, (), MESSAGE_SIZES, tuple(samples)))
     return results
 
@@ -114,7 +114,7 @@ def _messages(name: str, axis: Axis, device: torch.device, repeats: int) -> Iter
                     for call in order:
                         call(buffer, peer, group=axis.group, tag=Tag.ROWS)
 
-                samples.append(Sample.of([seconds / 2 for seconds in _timed(round_trip, place, _calls(size, repeats))]))
+                samples.append(Sample.of([seconds / 2 for seconds in _timed(round_trip, place, size, repeats)]))
         if here:
             yield LinkTimes(name, "send", axis.ranks[left : left + 2], MESSAGE_SIZES, tuple(samples))
 
@@ -122,38 +122,27 @@ def _messages(name: str, axis: Axis, device: torch.device, repeats: int) -> Iter
 def _collectives(name: str, axis: Axis, device: torch.device, repeats: int) -> Iterator[LinkTimes]:
     """Yield the times of the collectives over one axis, of tensors of fp32."""
 
-    def rows(size: int, parts: int = 1) -> torch.Tensor:
-        return torch.zeros(parts, max(1, size // 4 // axis.size), device=device)
-
     def exchange(x: torch.Tensor) -> Any:
-        return start_collective(dist.all_to_all_single, torch.empty_like(x), x, group=axis.group)
+        return start_collective(dist.all_to_all_single, torch.empty_like(x), x, group=axis.group).wait()
 
     operations: dict[str, tuple[int, Callable[[torch.Tensor], Any]]] = {
-        "all-gather": (1, lambda x: start_all_gather(x, axis)),
-        "reduce-scatter": (axis.size, lambda x: start_reduce_scatter(x, axis)),
+        "all-gather": (1, lambda x: start_all_gather(x, axis).wait()),
+        "reduce-scatter": (axis.size, lambda x: start_reduce_scatter(x, axis).wait()),
         "all-to-all": (axis.size, exchange),
     }
-    for operation, (parts, start) in operations.items():
+    for operation, (parts, run) in operations.items():
         samples = []
         for size in MESSAGE_SIZES:
-            x = rows(size, parts)
+            x = torch.zeros(parts, max(1, size // 4 // axis.size), device=device)
             dist.barrier(axis.group)
-            samples.append(Sample.of(_timed(partial(_run, start, x), device, _calls(size, repeats))))
+            samples.append(Sample.of(_timed(partial(run, x), device, size, repeats)))
         yield LinkTimes(name, operation, axis.ranks, MESSAGE_SIZES, tuple(samples))
 
 
-def _run(start: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
-    start(x).wait()
-
-
-def _calls(size: int, repeats: int) -> int:
-    return repeats * (_TIMES_MORE if size < _SMALL else 1)
-
-
-def _timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[float]:
-    """Return the seconds of `repeats` calls, after two that warm up."""
+def _timed(call: Callable[[], Any], device: torch.device, size: int, repeats: int) -> list[float]:
+    """Return the seconds of `repeats` calls, of more for a small size, after two that warm up."""
     seconds = []
-    for _ in range(_WARM_UP + repeats):
+    for _ in range(_WARM_UP + repeats * (_TIMES_MORE if size < _SMALL else 1)):
         began = now(device)
         call()
         seconds.append(now(device) - began)
@@ -172,8 +161,5 @@ def slowest(rows: Sequence[LinkTimes]) -> list[LinkTimes]:
             row = LinkTimes(form["axis"], form["operation"], tuple(form["ranks"]), tuple(form["sizes"]), samples)
             key = row.axis, row.operation, min(row.ranks) if row.operation == "send" else 0
             other = merged.get(key, row)
-            pairs = zip(other.seconds, row.seconds, strict=True)
-            merged[key] = LinkTimes(
-                other.axis, other.operation, other.ranks, other.sizes, tuple(max(pair) for pair in pairs)
-            )
+            merged[key] = replace(other, seconds=tuple(map(max, other.seconds, row.seconds)))
     return list(merged.values())

@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 
 from pipeloom.draw.tables import Table
-from pipeloom.limits import require_whole
+from pipeloom.limits import of_annotated_types, require_whole
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.stage_modules import layer_name
 from pipeloom.schedule import Action, Schedule
@@ -21,8 +22,9 @@ SPLIT_BACKWARD, WHOLE_BACKWARD = ("{0}I{1}", "{0}W{1}"), ("{0}B{1}",)
 _COLUMNS = {"F": "forward", "I": "input_grad", "W": "weight_grad", "B": "backward"}
 
 
+@of_annotated_types
 def profile(
-    layers: Sequence[Any],
+    layers: Sequence[Any] | nn.Sequential | nn.ModuleList,
     inputs: Any,
     targets: Any = None,
     *,
@@ -54,7 +56,7 @@ def profile(
     require_whole("repeats", repeats)
     options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
     schedule = one_by_one(len(layers), [SPLIT_BACKWARD, WHOLE_BACKWARD])
-    pipeline = LocalPipeline(layers, schedule, loss=loss, stages=(1,) * len(layers), options=options)
+    pipeline = LocalPipeline(list(layers), schedule, loss=loss, stages=(1,) * len(layers), options=options)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in range(repeats + 1):
         pipeline.step(microbatches=[(inputs, targets)] * 2)

@@ -31,7 +31,7 @@ from pipeloom.schedule.channels import Message
 from pipeloom.schedule.check import TransportName
 from pipeloom.schedule.costs import StageCosts, durations
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, segment_costs
 
 _BACK_TO_BACK = 0.002
 """Seconds after a sleep within which the next one makes up for its oversleeping. The executor needs about 0.3 ms from one
@@ -304,7 +304,7 @@ class Rehearsal:
         costs = self.costs.scaled(self.unit)
         if not self.communicates:
             return costs
-        return SegmentCosts(tuple(self._segments())).costs(**vars(costs))
+        return segment_costs([*self._segments()], **vars(costs))
 
     def simulated(self) -> Timeline:
         """Return the timeline simulated with the costs, in seconds; messages take no time in it, unless sends are coupled."""

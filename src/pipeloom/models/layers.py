@@ -224,7 +224,7 @@ def layers(
     predictions = [
         layer(
             block_name(shape.num_hidden_layers + depth - 1),
-            partial(_prediction, shape, blocks[-1], cut),
+            lambda: mtp.PredictionBlock(shape, blocks[-1](), cut),
             reads={"embedding": mtp.embedding_name(depth)}
             | ({"hidden": mtp.hidden_name(depth - 1)} if depth > 1 else {}),
             writes={"hidden": mtp.hidden_name(depth)},
@@ -270,10 +270,6 @@ def _built(
         if isinstance(part, TopKGate):
             part.reset_bias()
     return module
-
-
-def _prediction(shape: DecoderShape, block: Callable[[], Block], tensor: TensorParallel | None) -> nn.Module:
-    return mtp.PredictionBlock(shape, block(), tensor)
 
 
 def _embedding(shape: DecoderShape, tensor: TensorParallel | None) -> nn.Module:

@@ -8,7 +8,6 @@ of the model are frozen.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,45 +29,22 @@ from pipeloom.parallel.vocabulary import VocabularyShare
 from pipeloom.shapes.ops import ALL_LINEAR, Adapters
 
 
-@dataclass(frozen=True)
-class LoraOptions:
-    """The layers that get adapters, and the adapters' size; the names are those of `peft`.
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions(Adapters):
+    """The layers that get adapters, and how these are trained; the names are those of `peft`.
 
     Attributes:
-        r: the adapters' rank.
         lora_alpha: the adapters' output is multiplied by lora_alpha / r.
         lora_dropout: share of their input that training drops.
-        target_modules: as of `Adapters`.
-
-    Raises ArgumentError for an invalid value.
     """
 
-    r: int
     lora_alpha: float
     lora_dropout: float = 0.0
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise ArgumentError("r", f"={self.r} is below 1; nearest: 1")
-        if not 0 <= self.lora_dropout < 1:
-            raise ArgumentError("lora_dropout", f"={self.lora_dropout:g} is not at least 0 and below 1")
-        if isinstance(self.target_modules, str):
-            try:
-                re.compile(self.target_modules)
-            except re.error as error:
-                raise ArgumentError(
-                    "target_modules", f"={self.target_modules!r} is not a regular expression: {error}"
-                ) from error
 
     @property
     def scale(self) -> float:
         """Return what the product of the two matrices is multiplied by."""
         return self.lora_alpha / self.r
-
-    def chooses(self, name: str) -> bool:
-        """Return whether the linear layer called `name` in `transformers` gets an adapter."""
-        return Adapters(self.r, self.target_modules).chooses(name)
 
 
 def with_adapters(layers: Sequence[Layer], options: LoraOptions, seed: int) -> list[Layer]:

@@ -258,18 +258,7 @@ class MoELayer(nn.Module):
         *runs, shared, shape = values[: 3 * self._runs + 2]
         parts = [unpermute_and_mix(*runs[at : at + 3]) for at in range(0, len(runs), 3)]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.leave(plus(mixed, shared), shape), *values[3 * self._runs + 2 :]
-
-
-def plus(mixed: Tensor, shared: Tensor | None) -> Tensor:
-    """Return the sum of the experts' mixture and what the shared expert adds."""
-    return mixed if shared is None else mixed + shared
-
-
-def landed(arrive: Arrival, dispatch_plan: DispatchPlan) -> Tensor:
-    """Wait for the rows that come back and return the mixture of each token."""
-    rows, weights, *_ = arrive()
-    return unpermute_and_mix(rows, weights, dispatch_plan)
+        return self.leave(mixed if shared is None else mixed + shared, shape), *values[3 * self._runs + 2 :]
 
 
 def _cut(routing: Routing, chunks: int) -> list[Routing]:
@@ -313,22 +302,6 @@ class MoeClasses:
     router: type[TopKGate] = TopKGate
 
 
-def sparse_feed_forward(
-    shape: DecoderShape, tensor: TensorParallel | None, expert: ExpertParallel | None, classes: MoeClasses
-) -> MoELayer:
-    """Return the mixture of experts of a decoder's block."""
-    hidden, inner, shared = shape.hidden_size, shape.expert_width, shape.num_shared_experts
-    parallel = expert if expert is not None and expert.size > 1 else None
-    return MoELayer(
-        classes.router(shape, tensor),
-        classes.experts(shape.num_experts, hidden, inner, parallel, tensor),
-        parallel,
-        tensor=tensor,
-        shared_expert=SharedExpert(hidden, shared * inner, tensor) if shared else None,
-        shared_expert_gate=PartialSumLinear(hidden, 1, None, tensor) if shared else None,
-    )
-
-
 class SparseBlock(Block):
     """One transformer block with experts: [batch, length, hidden] -> the same shape; under sequence parallelism length / tp.
 
@@ -346,7 +319,17 @@ class SparseBlock(Block):
         expert: ExpertParallel | None = None,
         classes: MoeClasses = MoeClasses(),
     ) -> None:
-        super().__init__(shape, tensor, sparse_feed_forward(shape, tensor, expert, classes))
+        hidden, inner, shared = shape.hidden_size, shape.expert_width, shape.num_shared_experts
+        parallel = expert if expert is not None and expert.size > 1 else None
+        mixture = MoELayer(
+            classes.router(shape, tensor),
+            classes.experts(shape.num_experts, hidden, inner, parallel, tensor),
+            parallel,
+            tensor=tensor,
+            shared_expert=SharedExpert(hidden, shared * inner, tensor) if shared else None,
+            shared_expert_gate=PartialSumLinear(hidden, 1, None, tensor) if shared else None,
+        )
+        super().__init__(shape, tensor, mixture)
 
     def forward(
         self,

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention, visible
-from pipeloom.models.moe import Arrival, SparseBlock, landed, plus
+from pipeloom.models.moe import Arrival, SparseBlock
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch
+from pipeloom.parallel.dispatch import DispatchPlan, begin_dispatch, permute_for_dispatch, unpermute_and_mix
 from pipeloom.parallel.router import RouterNoise
 from pipeloom.shapes.rules import require_rules
 
@@ -58,7 +58,7 @@ def run_in_sequence_blocks(
     assert expert is not None
     whole_draws = mlp.gate.draw(x.flatten(0, 1), microbatch)
     dropped = _mask(block, x, microbatch)
-    attention = BlockAttention(block.self_attn, in_part("norms", block.input_layernorm, x), position_ids)
+    heads = block.self_attn.split_heads(in_part("norms", block.input_layernorm, x), position_ids)
     spans = [(int(part[0]), int(part[-1]) + 1) for part in torch.arange(x.shape[1]).tensor_split(expert.blocks)]
     tally = None
     ready: list[tuple[Arrival, DispatchPlan, Tensor]] = []
@@ -71,7 +71,7 @@ def run_in_sequence_blocks(
 
     attended: list[Tensor] = []
     for start, end in spans:
-        gained = attention.run(start, end)
+        gained = attend_block(block.self_attn, heads, position_ids, start, end)
         attended.append(x[:, start:end] + (gained if dropped is None else gained * dropped[:, start:end]))
         tokens = mlp.enter(in_part("norms", block.post_attention_layernorm, attended[-1])).flatten(0, 1)
         routing = mlp.gate.choose(tokens, _of_block(whole_draws, x, start, end))
@@ -86,36 +86,29 @@ def run_in_sequence_blocks(
         (dispatch_plan,) = dispatch.plans()  # the counts have travelled beside the last block's experts
         ready.append((mlp.start_dispatch(rows, dispatch_plan), dispatch_plan, tokens))
     start_experts()
-    parts = [
-        plus(landed(arrive, plan), shared).view_as(part)
-        for (arrive, plan, shared), part in zip(landing, attended, strict=True)
-    ]
+    parts = []
+    for (arrive, plan, shared), part in zip(landing, attended, strict=True):
+        rows, weights, *_ = arrive()
+        mixed = unpermute_and_mix(rows, weights, plan)
+        parts.append((mixed if shared is None else mixed + shared).view_as(part))
     whole = torch.cat(attended, 1)
     return (whole + block.mlp_dropout(mlp.leave(torch.cat(parts, 1), whole.shape), microbatch),)
 
 
-class BlockAttention:
-    """Causal attention of one run of queries at a time over all keys up to them."""
-
-    def __init__(self, attention: Attention, x: Tensor, position_ids: Tensor | None) -> None:
-        self._attention = attention
-        self._position_ids = position_ids
-        self._query, self._key, self._value = attention.split_heads(x, position_ids)
-
-    def run(self, start: int, end: int) -> Tensor:
-        """Return what positions start..end-1 get: [batch, end - start, hidden]."""
-        if self._position_ids is None:
-            mask = torch.ones(end - start, end, dtype=torch.bool, device=self._query.device).tril(start)
-        else:
-            mask = visible(self._position_ids, start, end)
-        mixed = F.scaled_dot_product_attention(
-            self._query[:, :, start:end],
-            self._key[:, :, :end],
-            self._value[:, :, :end],
-            attn_mask=mask,
-            enable_gqa=self._key.shape[1] < self._query.shape[1],
-        )
-        return self._attention.merge_heads(mixed)
+def attend_block(
+    attention: Attention, heads: tuple[Tensor, Tensor, Tensor], position_ids: Tensor | None, start: int, end: int
+) -> Tensor:
+    """Return what positions start..end-1 get of all keys up to them: [batch, end - start, hidden]."""
+    query, key, value = heads
+    if position_ids is None:
+        mask = torch.ones(end - start, end, dtype=torch.bool, device=query.device).tril(start)
+    else:
+        mask = visible(position_ids, start, end)
+    queries, keys, values = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+    grouped = key.shape[1] < query.shape[1]
+    return attention.merge_heads(
+        F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
+    )
 
 
 def _mask(block: SparseBlock, x: Tensor, microbatch: MicrobatchContext | None) -> Tensor | None:

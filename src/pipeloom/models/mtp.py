@@ -10,7 +10,7 @@ before anything is cut (`ahead`), and never to activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeloom.models.decoder import Block, Head, RMSNorm
 from pipeloom.ops.layer import LossTerm, MicrobatchContext, SharesTokens
 from pipeloom.ops.slices import SliceState
-from pipeloom.parallel.sharding import ParameterSharding
+from pipeloom.parallel.expert import PartialSumLinear
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyEmbedding
 from pipeloom.shapes.decoder import DecoderShape
@@ -70,49 +70,32 @@ Embeddings = tuple[Tensor, dict[str, Tensor | None]]
 """Embeddings [batch, length, width], and by name those of the tokens ahead, None where there are none."""
 
 
-def _with_ahead(
-    look_up: Callable[[Tensor], Tensor], tokens: Tensor, mtp_tokens: Tensor | None, depth: int
-) -> Embeddings:
-    names = [embedding_name(distance) for distance in range(1, depth + 1)]
-    if mtp_tokens is None:
-        return look_up(tokens), dict.fromkeys(names)
-    whole = look_up(torch.cat((tokens, *mtp_tokens.unbind(-1))))  # one look-up, and so one sum over tp ranks
-    here, *others = whole.chunk(1 + depth)
-    return here, dict(zip(names, others, strict=True))
-
-
 def _own(layer: SharesTokens, ahead: Tensor | None) -> Tensor | None:
     """Return what a keyword argument says of the tokens at hand."""
     return ahead if ahead is None or layer.context is None else layer.context.own_tokens(ahead)
 
 
-class EmbeddingAhead(SharesTokens, nn.Embedding):
+class _LooksAhead(SharesTokens):
     """Embedding of tokens [batch, length] and of those ahead of them, `mtp_tokens` [batch, length, depth]."""
 
     depth: int
 
-    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
+    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:
+        look_up: Callable[[Tensor], Tensor] = super().forward  # type: ignore[misc]
+        names = [embedding_name(distance) for distance in range(1, self.depth + 1)]
+        if (mtp_tokens := _own(self, mtp_tokens)) is None:
+            return look_up(tokens), dict.fromkeys(names)
+        whole = look_up(torch.cat((tokens, *mtp_tokens.unbind(-1))))  # one look-up, and so one sum over tp ranks
+        here, *others = whole.chunk(1 + self.depth)
+        return here, dict(zip(names, others, strict=True))
 
 
-class VocabularyEmbeddingAhead(SharesTokens, VocabularyEmbedding):
+class EmbeddingAhead(_LooksAhead, nn.Embedding):  # type: ignore[misc]
+    """The same of a whole weight."""
+
+
+class VocabularyEmbeddingAhead(_LooksAhead, VocabularyEmbedding):  # type: ignore[misc]
     """The same with this rank's rows of the weight."""
-
-    depth: int
-
-    def forward(self, tokens: Tensor, mtp_tokens: Tensor | None = None) -> Embeddings:  # type: ignore[override]
-        return _with_ahead(super().forward, tokens, _own(self, mtp_tokens), self.depth)
-
-
-class _TokenLinear(nn.Linear):
-    """Linear layer without bias of this rank's tokens, under sequence parallelism a part of them."""
-
-    def __init__(self, inputs: int, outputs: int, part_of_tokens: bool) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        self.part_of_tokens = part_of_tokens
-
-    def sharding(self) -> Mapping[str, ParameterSharding]:
-        return {"weight": ParameterSharding(partial=self.part_of_tokens)}
 
 
 class PredictionBlock(nn.Module):
@@ -126,7 +109,8 @@ class PredictionBlock(nn.Module):
         part_of_tokens = tensor is not None and tensor.sequence
         self.enorm = RMSNorm(shape.hidden_size, part_of_tokens, shape.rms_norm_eps)
         self.hnorm = RMSNorm(shape.hidden_size, part_of_tokens, shape.rms_norm_eps)
-        self.eh_proj = _TokenLinear(2 * shape.hidden_size, shape.hidden_size, part_of_tokens)
+        ranks = tensor if part_of_tokens else None
+        self.eh_proj = PartialSumLinear(2 * shape.hidden_size, shape.hidden_size, None, ranks)
         self.block = block
 
     def forward(

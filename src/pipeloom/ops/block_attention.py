@@ -57,14 +57,15 @@ class Keys:
     def __init__(self, held: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
         self.held, self._ranges = held, ranges
 
-    def inside(self, block: AttentionBlock) -> Iterator[tuple[AttentionBlock, int]]:
-        """Yield the parts of a block whose keys are here, each with the place of its first key in `held`."""
-        before = 0
-        for start, end in self._ranges:
-            first, last = max(start, block.start), min(end, block.end)
-            if first < last:
-                yield block._replace(start=first, end=last), before + first - start
-            before += end - start
+    def inside(self, blocks: Sequence[AttentionBlock]) -> Iterator[tuple[AttentionBlock, int]]:
+        """Yield the parts of the blocks whose keys are here, each with the place of its first key in `held`."""
+        for block in blocks:
+            before = 0
+            for start, end in self._ranges:
+                first, last = max(start, block.start), min(end, block.end)
+                if first < last:
+                    yield block._replace(start=first, end=last), before + first - start
+                before += end - start
 
 
 class Local:
@@ -144,7 +145,7 @@ class _Attention(torch.autograd.Function):
         sums = out.new_full(query.shape[:3], -math.inf)
         for opened, piece in zip(openings, held, strict=True):
             for keys in opened(piece).turns():
-                for block, at in _here(blocks, keys):
+                for block, at in keys.inside(blocks):
                     q, k, v = _operands(block, at, query, keys.held)
                     attended, logsumexp = _forward(q, k, v, block.causal)
                     where = block.rows, slice(None), slice(block.first, block.last)
@@ -167,7 +168,7 @@ class _Attention(torch.autograd.Function):
             exchange = opened(piece)
             for keys in exchange.turns():
                 d_keys = torch.zeros(keys.held.shape, dtype=d_query.dtype, device=query.device)
-                for block, at in _here(ctx.blocks, keys):
+                for block, at in keys.inside(ctx.blocks):
                     where = block.rows, slice(None), slice(block.first, block.last)
                     q, k, v = _operands(block, at, query, keys.held)
                     dq, *d_both = _backward(gradient[where], q, k, v, out[where], sums[where], block.causal)
@@ -179,12 +180,6 @@ class _Attention(torch.autograd.Function):
                 exchange.add(d_keys)
             d_held.append(exchange.total().to(piece.dtype))
         return d_query.to(query.dtype), None, None, *d_held
-
-
-def _here(blocks: Sequence[AttentionBlock], keys: Keys) -> Iterator[tuple[AttentionBlock, int]]:
-    """Yield the parts of all blocks whose keys are here."""
-    for block in blocks:
-        yield from keys.inside(block)
 
 
 def _operands(block: AttentionBlock, at: int, query: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:

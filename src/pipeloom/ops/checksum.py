@@ -27,33 +27,27 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor's elements in order, whatever its strides: int64, 0-dim, on the tensor's device.
-
-    A sum modulo 2^64 of the memory's words, each row of 8 KB multiplied by an odd number of its own: any one flipped bit
-    changes it, and so does the order of rows.
-    """
-    return _weighted(torch.cat(_row_sums(tensor)))
-
-
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return the checksum of each tensor, all in one transfer to the host."""
-    values: list[int] = (
-        torch.stack([checksum(tensor).to(tensors[0].device) for tensor in tensors]).tolist() if tensors else []
-    )
+    sums = [joint_checksum([tensor]).to(tensors[0].device) for tensor in tensors]
+    values: list[int] = torch.stack(sums).tolist() if sums else []
     return values
 
 
 @torch.no_grad()
 def joint_checksum(tensors: Sequence[Tensor]) -> Tensor:
-    """One checksum for all tensors of a device, in order: int64, 0-dim. Fast even for many small tensors."""
+    """One checksum for all tensors of a device, in order, whatever their strides: int64, 0-dim, on the device.
+
+    A sum modulo 2^64 of the memory's words, each row of 8 KB multiplied by an odd number of its own: any one flipped bit
+    changes it, and so does the order of rows. Fast even for many small tensors.
+    """
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.nbytes <= _SMALL_BYTES]
-    small = [tensor.reshape(-1).view(torch.uint8) for tensor in plain]
+    small = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain]
     parts = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
     if small:
         parts.append(torch.cat(small))
-    return _weighted(torch.cat([sums for part in parts for sums in _row_sums(part)]))
+    sums = torch.cat([row for part in parts for row in _row_sums(part)])
+    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()
 
 
 def message_checksum(values: Sequence[Tensor | None]) -> int:
@@ -74,7 +68,3 @@ def _row_sums(tensor: Tensor) -> list[Tensor]:
     if rest.numel():
         sums.append((rest.long() << torch.arange(0, 8 * rest.numel(), 8, device=rest.device)).sum().view(1))
     return sums
-
-
-def _weighted(sums: Tensor) -> Tensor:
-    return (sums * torch.arange(1, 2 * sums.numel(), 2, device=sums.device)).sum()

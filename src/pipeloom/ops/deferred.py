@@ -13,6 +13,7 @@ transforms of `torch.func`; backwards that a layer starts itself; and the parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -165,6 +166,7 @@ class StageBackward:
             self._task = _current_task()
 
 
+@dataclass(eq=False)
 class WeightGradContext:
     """The weight-gradient queue that a stage's linear layers write to at the moment.
 
@@ -177,17 +179,10 @@ class WeightGradContext:
             for layers without a stage whose caller starts no other pass.
     """
 
-    def __init__(
-        self,
-        stage_backward: StageBackward | None = None,
-        *,
-        main: MainGradients | None = None,
-        in_place: bool = False,
-    ) -> None:
-        self.queue: WeightGradQueue | None = None
-        self.main = main
-        self.in_place = in_place
-        self.stage_backward = stage_backward
+    stage_backward: StageBackward | None = None
+    main: MainGradients | None = None
+    in_place: bool = False
+    queue: WeightGradQueue | None = None
 
     @property
     def writes(self) -> bool:
@@ -287,13 +282,12 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
     for part in module.modules():
         if isinstance(part, DefersWeightGrads):
             part.set_weight_grad_context(grad_context)
-        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD and _is_plain(part.__dict__.get("forward")):
-            part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
-
-
-def _is_plain(forward: Any) -> bool:
-    """Return whether an instance has no forward of its own, or this module's."""
-    return forward is None or (isinstance(forward, partial) and forward.func is _forward)
+        elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD:
+            forward = part.__dict__.get("forward")
+            if forward is None or (
+                isinstance(forward, partial) and forward.func is _forward
+            ):  # none of its own, or ours
+                part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
 
 
 def _forward(layer: nn.Linear, grad_context: WeightGradContext, /, input: Tensor) -> Tensor:

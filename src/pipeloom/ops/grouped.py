@@ -36,37 +36,21 @@ def apply_grouped_linear(
     return _GroupedLinear.apply(as_autocast(x), weight, tuple(counts), grad_context)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int], how: str | None = None) -> Tensor:
-    """[rows, n]: rows of group g of x [rows, k] times matrices[g], [groups, k, n]. `how`: "grouped", "loop", None: either."""
-    if how is None and _recorded(x, matrices):
+def grouped_multiply(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
+    """[rows, n]: rows of group g of x [rows, k] times matrices[g], [groups, k, n]."""
+    if not _suits_grouped(x, matrices):
         return _by_group(x, matrices, counts)
-    if x.shape[0] == 0:
-        return x.new_zeros(0, matrices.shape[2])
-    if (how or _way(x, matrices.shape[1], matrices.shape[2])) == "grouped":
-        product: Tensor = grouped_mm(x, matrices, offs=_offsets(counts, x.device))
-        return product
-    out = x.new_empty(x.shape[0], matrices.shape[2])
-    for at, start, end in _runs(counts):
-        torch.mm(x[start:end], matrices[at], out=out[start:end])
-    return out
+    product: Tensor = grouped_mm(x, matrices, offs=_offsets(counts, x.device))
+    return product
 
 
-def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int], how: str | None = None) -> Tensor:
+def grouped_products(rows: Tensor, columns: Tensor, counts: Sequence[int]) -> Tensor:
     """[groups, n, k]: rows^T columns of each group's rows [rows, n] and columns [rows, k]; zeros for an empty group."""
-    if how is None and _recorded(rows, columns):
-        ends = list(accumulate(counts))
-        parts = [slice(end - count, end) for count, end in zip(counts, ends, strict=True)]
-        return torch.stack([rows[part].t() @ columns[part] for part in parts])
-    shape = (len(counts), rows.shape[1], columns.shape[1])
-    if rows.shape[0] == 0:
-        return rows.new_zeros(shape)
-    if (how or _way(rows, rows.shape[1], columns.shape[1])) == "grouped":
-        products: Tensor = grouped_mm(rows.t(), columns, offs=_offsets(counts, rows.device))
-        return products
-    out = rows.new_zeros(shape)
-    for at, start, end in _runs(counts):
-        torch.mm(rows[start:end].t(), columns[start:end], out=out[at])
-    return out
+    if not _suits_grouped(rows, columns):
+        pieces = (torch.split(each, list(counts)) for each in (rows, columns))
+        return torch.stack([row.t() @ column for row, column in zip(*pieces, strict=True)])
+    products: Tensor = grouped_mm(rows.t(), columns, offs=_offsets(counts, rows.device))
+    return products
 
 
 @torch.no_grad()
@@ -82,8 +66,9 @@ def add_group_gradients(
     elif weight.grad.dtype != gradient.dtype or weight.grad.is_cuda:
         weight.grad += grouped_products(gradient, x, counts)
     else:  # in place, without a temporary of the weight's size
-        for at, start, end in _runs(counts):
-            weight.grad[at].addmm_(gradient[start:end].t(), x[start:end])
+        pieces = (torch.split(each, list(counts)) for each in (gradient, x))
+        for total, rows, columns in zip(weight.grad, *pieces, strict=True):
+            total.addmm_(rows.t(), columns)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -117,34 +102,24 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, dw, None, None
 
 
-def _recorded(*operands: Tensor) -> bool:
-    """Return whether autograd must record a product of these."""
-    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-
-
 def _by_group(x: Tensor, matrices: Tensor, counts: Sequence[int]) -> Tensor:
     """Return `grouped_multiply`, computed with operations that autograd and transforms support."""
     return torch.cat([rows @ matrices[at] for at, rows in enumerate(torch.split(x, list(counts)))])
 
 
-def _way(x: Tensor, *widths: int) -> str:
-    """Return whether torch's grouped product supports the operands: its dtypes, and rows of a multiple of 16 bytes."""
-    if any(width * x.itemsize % 16 for width in widths):
-        return "loop"
+def _suits_grouped(x: Tensor, other: Tensor) -> bool:
+    """Return whether torch's grouped product supports the operands: its dtypes, and rows of a multiple of 16 bytes; and
+    whether autograd need not record it.
+    """
+    recorded = torch.is_grad_enabled() and (x.requires_grad or other.requires_grad)
+    if recorded or not len(x) or any(width * x.itemsize % 16 for width in (x.shape[1], *other.shape[1:])):
+        return False
     if x.is_cuda:
-        fits = x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    else:
-        fits = x.device.type == "cpu" and x.dtype in _CPU_DTYPES
-    return "grouped" if fits else "loop"
+        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return x.device.type == "cpu" and x.dtype in _CPU_DTYPES
 
 
 def _offsets(counts: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32)
     # From pageable memory the copy would block the host until the device reaches it.
     return ends.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ends
-
-
-def _runs(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Yield (group, start, end) of the groups with rows."""
-    ends = list(accumulate(counts))
-    return [(at, end - count, end) for at, (count, end) in enumerate(zip(counts, ends, strict=True)) if count]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections import deque
 from threading import Lock
 
 import torch
@@ -19,7 +18,7 @@ class HostBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self._free: deque[Tensor] = deque()
+        self._free: list[Tensor] = []
         self._free_bytes = self._used = self._peak = 0
         self._lock = Lock()  # copies out and copies back run in threads
 
@@ -28,10 +27,10 @@ class HostBuffers:
         with self._lock:
             self._used += size
             self._peak = max(self._peak, self._used)
-            for buffer in self._free:
+            for at, buffer in enumerate(self._free):
                 if buffer.nbytes == size:
-                    self._remove(buffer)
-                    return buffer
+                    self._free_bytes -= size
+                    return self._free.pop(at)
         if self._pinned:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -43,12 +42,7 @@ class HostBuffers:
             self._free.append(buffer)
             self._free_bytes += buffer.nbytes
             while self._used + self._free_bytes > self._peak:
-                self._remove(self._free[0])
-
-    def _remove(self, buffer: Tensor) -> None:
-        at = next(at for at, each in enumerate(self._free) if each is buffer)
-        del self._free[at]
-        self._free_bytes -= buffer.nbytes
+                self._free_bytes -= self._free.pop(0).nbytes
 
 
 def copy_bytes(target: Tensor, source: Tensor) -> None:

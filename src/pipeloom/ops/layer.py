@@ -61,7 +61,7 @@ class Layer:
     cost: float = 0.0
 
     def __post_init__(self) -> None:
-        require_types(Layer, {"name": self.name, "build": self.build, "cost": self.cost})
+        require_types(Layer, vars(self))
         if isinstance(self.build, nn.Module):
             raise ArgumentError(
                 "build", " is a module; give a function that makes it, or the module in place of the Layer"

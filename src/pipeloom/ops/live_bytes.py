@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,14 +38,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, int] = dict.fromkeys(map(storage_key, resized), 0)
         for tensor in held:
             self._count(tensor)
-
-    def __enter__(self) -> LiveBytes:
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def counts(self, tensor: torch.Tensor) -> bool:
         """Return whether the storage of `tensor` is one of those that are counted."""

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from pipeloom.errors import UsageError
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a value, inside tuples, lists and dicts too, in order."""
@@ -29,5 +31,10 @@ def mapped(value: Any, kind: type[Any], change: Callable[[Any], Any]) -> Any:
 
 
 def like(value: tuple[Any, ...] | list[Any], items: Iterable[Any]) -> Any:
-    """Return `items` as a list, a tuple or a named tuple, like `value`."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    """Return `items` as a list, a tuple or a named tuple, like `value`. Raises UsageError for a class that takes others."""
+    try:
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    except TypeError as error:
+        raise UsageError(
+            f"a {type(value).__name__} cannot be made of its items ({error}); give a tuple or a list"
+        ) from None

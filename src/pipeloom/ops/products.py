@@ -7,7 +7,6 @@ too, uses it. The choice depends on the machine and the shapes alone, so that ru
 
 from __future__ import annotations
 
-import platform
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 
 _LEAST_WORK = 2**20  # multiplications; below this size oneDNN's call overhead of about 10 microseconds is not recovered
 _TYPES = (Tensor, nn.Parameter)
+_CPU_FACTS = Path("/proc/cpuinfo")  # of Linux
 _use_onednn = False  # of this process, as PyTorch's own switches of its backends are
 
 
@@ -107,7 +107,8 @@ def machine_prefers_onednn() -> bool:
         torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
         and onednn_operation() is not None
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
-        and "AMD" in _vendor()
+        and _CPU_FACTS.exists()
+        and "AuthenticAMD" in _CPU_FACTS.read_text()
     )
 
 
@@ -140,11 +141,3 @@ def onednn_operation() -> Any:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
-def _vendor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("vendor_id")), "")

@@ -40,19 +40,15 @@ class StartState:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Return the context of another run. A backward inside the first run may start one before that has ended."""
-        self._buffers_of_modules.swap_in()
-        try:
-            with ExitStack() as contexts:
-                for kind, dtype in self._autocast:
-                    contexts.enter_context(torch.autocast(kind, dtype))
-                if self._random is not None:
-                    contexts.enter_context(torch.random.fork_rng(self._devices))
-                    torch.set_rng_state(self._random[0])
-                    for device, state in zip(self._devices, self._random[1:], strict=True):
-                        torch.cuda.set_rng_state(state, device)
-                yield
-        finally:
-            self._buffers_of_modules.swap_out()
+        with self._buffers_of_modules.again(), ExitStack() as contexts:
+            for kind, dtype in self._autocast:
+                contexts.enter_context(torch.autocast(kind, dtype))
+            if self._random is not None:
+                contexts.enter_context(torch.random.fork_rng(self._devices))
+                torch.set_rng_state(self._random[0])
+                for device, state in zip(self._devices, self._random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            yield
 
     def _generators(self) -> tuple[Tensor, ...]:
         """Return the states of torch's generators, of the CPU and of the device."""

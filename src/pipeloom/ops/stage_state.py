@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -33,31 +34,29 @@ class StageState:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._parts = [_PartState(part) for part in dict.fromkeys(p for module in modules for p in module.modules())]
         self._random = random_states()
-        self._outside: list[tuple[list[dict[str, Any]], list[Tensor], tuple[Any, Any]]] = []
 
     def forget_unchanged(self) -> None:
         """Drop what has not been changed since, such as large tables. Call it once."""
         self._parts = [part for part in self._parts if part.forget_unchanged()]
 
-    def swap_in(self) -> None:
-        """Give the modules the state of that moment, in copies, until `swap_out`."""
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Give the modules the state of that moment inside, in copies."""
         buffers: dict[int, Tensor] = {}  # a tensor in two places has one copy
         outside = [dict(part.module.__dict__) for part in self._parts]
-        drawn = [generator.get_state() for generator, _ in self._generators()]
-        self._outside.append((outside, drawn, random_states()))
-        for part in self._parts:
-            part.swap_in(buffers)
-        self._restart()
-
-    def swap_out(self) -> None:
-        """Undo `swap_in`."""
-        outside, drawn, others = self._outside.pop()
-        for part, attributes in zip(self._parts, outside, strict=True):
-            part.module.__dict__.clear()
-            part.module.__dict__.update(attributes)
-        for (generator, _), state in zip(self._generators(), drawn, strict=True):
-            generator.set_state(state)
-        set_random_states(others)
+        drawn, others = [generator.get_state() for generator, _ in self._generators()], random_states()
+        try:
+            for part in self._parts:
+                part.swap_in(buffers)
+            self._restart()
+            yield
+        finally:
+            for part, attributes in zip(self._parts, outside, strict=True):
+                part.module.__dict__.clear()
+                part.module.__dict__.update(attributes)
+            for (generator, _), state in zip(self._generators(), drawn, strict=True):
+                generator.set_state(state)
+            set_random_states(others)
 
     @torch.no_grad()
     def restore(self) -> None:

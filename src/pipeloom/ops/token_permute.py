@@ -154,20 +154,14 @@ def _sum(rows: Tensor, weights: Tensor | None, permutation: TokenPermutation) ->
         return rows.new_zeros(tokens, rows.shape[1])
     factors = _factors(weights, permutation, accumulation_dtype(rows.dtype))
     gathered = [rows.index_select(0, permutation.slot[:, j].clamp_min(0)) for j in range(k)]
-    if permutation.parts == 1:
+    if permutation.sums is None:
         return _weighted(gathered, factors).to(rows.dtype)
-    assert permutation.sums is not None
-    total = None
+    terms = []
     for part in range(permutation.parts):
-        inside = [
-            (permutation.sums[:, j : j + 1] == part).to(accumulation_dtype(rows.dtype))
-            * (1 if factor is None else factor)
-            for j, factor in enumerate(factors)
-        ]
-        rounded = _weighted(gathered, inside).to(rows.dtype)
-        total = rounded.to(accumulation_dtype(rows.dtype)) if total is None else total + rounded
-    assert total is not None
-    return total.to(rows.dtype)
+        masks = torch.split((permutation.sums == part).to(accumulation_dtype(rows.dtype)), 1, dim=1)
+        inside = [mask if f is None else mask * f for mask, f in zip(masks, factors, strict=True)]
+        terms.append(_weighted(gathered, inside).to(rows.dtype))
+    return _weighted(terms, [None] * len(terms)).to(rows.dtype)
 
 
 def _factors(weights: Tensor | None, permutation: TokenPermutation, dtype: torch.dtype) -> list[Tensor | None]:

@@ -111,6 +111,13 @@ class Bucket:
         for slot in self.slots:
             yield slot, flat[slot.start : slot.stop].view(slot.held.parameter.shape)
 
+    def sections(self, elements: slice) -> Iterator[tuple[BucketSlot, slice]]:
+        """Yield each slot that has some of these elements, and which."""
+        for slot in self.slots:
+            section = slice(max(slot.start, elements.start), min(slot.stop, elements.stop))
+            if section.start < section.stop:
+                yield slot, section
+
 
 class FlatParameters:
     """The parameters of one bucket as views of one buffer, laid out as the bucket's gradients.
@@ -119,7 +126,10 @@ class FlatParameters:
         bucket: the bucket that holds the gradients.
         sharded: whether this rank steps only its slice; `WeightGathers` brings the other ranks' slices.
         flat: the buffer, in the parameters' dtype.
+        stays: whether the elements of other ranks stay between steps; `WeightGathers` then brings their new values.
     """
+
+    stays = True
 
     @torch.no_grad()
     def __init__(self, bucket: Bucket, sharded: bool) -> None:
@@ -135,11 +145,6 @@ class FlatParameters:
     def mine(self) -> slice:
         """The elements that this rank steps."""
         return self.bucket.share if self.sharded else slice(0, self.bucket.size)
-
-    @property
-    def stays(self) -> bool:
-        """Return whether the elements of other ranks stay between steps; `WeightGathers` then brings their new values."""
-        return True
 
     @property
     def held(self) -> Tensor:
@@ -164,10 +169,7 @@ class FlatParameters:
 
     def stepped(self) -> Iterator[tuple[BucketSlot, slice]]:
         """Yield each slot of which this rank steps elements, and those elements."""
-        for slot in self.bucket.slots:
-            section = slice(max(slot.start, self.mine.start), min(slot.stop, self.mine.stop))
-            if section.start < section.stop:
-                yield slot, section
+        return self.bucket.sections(self.mine)
 
 
 def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> tuple[Bucket, ...]:
@@ -188,11 +190,8 @@ def make_buckets(held: Sequence[BucketParameter], mesh: Mesh, capacity: int) -> 
             parameter, expert = candidate.parameter, candidate.sharding.over("ep") is not None
             key = (candidate.stages, expert, candidate.sharding.partial, parameter.dtype, parameter.device)
             members = groups.setdefault(key, [[]])
-            size = (
-                sum(other.parameter.numel() for other in (*members[-1], candidate))
-                * main_dtype(parameter.dtype).itemsize
-            )
-            if members[-1] and size > capacity:
+            elements = sum(other.parameter.numel() for other in (*members[-1], candidate))
+            if members[-1] and elements * main_dtype(parameter.dtype).itemsize > capacity:
                 members.append([])
             members[-1].append(candidate)
     place = {candidate.name: at for at, candidate in enumerate(reversed(held))}

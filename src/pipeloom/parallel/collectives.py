@@ -102,6 +102,11 @@ class PendingCollective(Generic[Received]):
             self.work.wait()
         return self.finish()
 
+    def result(self) -> Received:
+        """As `wait`, where the caller counts the standstill, or another thread waits."""
+        self.work.wait()
+        return self.finish()
+
 
 def start_all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> PendingCollective[Tensor]:
     """Start the sum (or another `op`) over the axis in place: `x` must be contiguous, and holds the result."""
@@ -184,10 +189,11 @@ def _exchange(
 def _token_parts(x: Tensor, axis: Axis) -> Tensor:
     """[..., tokens, width] -> [size, ..., tokens / size, width]. Raises UsageError when the axis does not divide the tokens."""
     tokens = x.shape[-2]
-    if tokens % axis.size:
+    if rest := tokens % axis.size:
+        near = [str(n) for n in (tokens - rest, tokens - rest + axis.size) if n]
         raise UsageError(
             f"sequence parallelism: {axis.size} tensor-parallel ranks must divide the {tokens} tokens of a sequence; "
-            f"nearest: {' or '.join(str(n) for n in _multiples(tokens, axis.size))}"
+            f"nearest: {' or '.join(near)}"
         )
     return x.reshape(*x.shape[:-2], axis.size, tokens // axis.size, x.shape[-1]).movedim(-3, 0)
 
@@ -216,11 +222,6 @@ def _exchange_and_sum(parts: Tensor, axis: Axis) -> PendingCollective[Tensor]:
 
 def _rows(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
-
-
-def _multiples(count: int, of: int) -> list[int]:
-    below = count // of * of
-    return [n for n in (below, below + of) if n]
 
 
 @enum.unique

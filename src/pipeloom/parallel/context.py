@@ -9,11 +9,10 @@ Attention is computed in blocks (`ops.block_attention`): keys and values are gat
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -59,12 +58,6 @@ class ContextParallel:
         Raises UsageError if 2 cp does not divide them.
         """
         return torch.cat([x.narrow(dim, first, last - first) for first, last in self.pieces(x.shape[dim])], dim)
-
-    def part(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return `x` as it is: a `Pipeline` takes this rank's tokens itself. To be removed; warns."""
-        words = "ContextParallel.part returns its argument: a Pipeline takes whole sequences, and own_tokens(x) is for other code"
-        warnings.warn(words, DeprecationWarning, stacklevel=2)
-        return x
 
     def summed(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks, detached."""

@@ -72,17 +72,17 @@ class Reducer:
         if bucket in self._shared:
             buffers, at = self._shared[bucket]
             buffers.start(at)
-            return partial(self._finish_shared, bucket)
+
+            def finish() -> Tensor:
+                buffers.wait(at, self._timeout)
+                return bucket.flat[bucket.share] if self._sharded else bucket.flat
+
+            return finish
         if bucket.axis.size == 1:
             return lambda: bucket.flat
         if self._sharded:
             return start_reduce_scatter(bucket.flat.view(bucket.axis.size, -1), bucket.axis).wait
         return start_all_reduce(bucket.flat, bucket.axis).wait
-
-    def _finish_shared(self, bucket: Bucket) -> Tensor:
-        buffers, at = self._shared[bucket]
-        buffers.wait(at, self._timeout)
-        return bucket.flat[bucket.share] if self._sharded else bucket.flat
 
 
 class StepStream:
@@ -230,7 +230,7 @@ class GradientSync:
         self.syncing = True
         self._stage_backward = stage_backward
         # Buckets that a pass inside a layer adds to, so that their gradients may be incomplete when the stage's own pass ends.
-        self._inner: set[int] = set()
+        self._inner: set[Bucket] = set()
         self._first = stage_backward is not None
         self.absent: set[nn.Parameter] = set()
         self.fills_grad = True
@@ -239,14 +239,14 @@ class GradientSync:
         self._flats: list[FlatParameters] = []
         self._views: dict[str, Tensor] = {}
         self._parameter_of: dict[str, nn.Parameter] = {}
-        self._pending: dict[int, Reduction] = {}
-        self._open: dict[int, set[int]] = {}  # bucket -> stages that are not done
-        self._awaited: dict[int, set[nn.Parameter]] = {}  # bucket -> parameters that the last backward has not reached
-        self._complete: set[int] = set()  # buckets whose gradients of this step are complete
+        self._pending: dict[Bucket, Reduction] = {}
+        self._open: dict[Bucket, set[int]] = {}  # bucket -> stages that are not done
+        self._awaited: dict[Bucket, set[nn.Parameter]] = {}  # parameters that the last backward has not reached
+        self._complete: set[Bucket] = set()  # buckets whose gradients of this step are complete
         self._lock = threading.Lock()
         self._stream = StepStream(self.buckets[0].flat.device if self.buckets else torch.device("cpu"))
         self._hooks: list[Any] = []  # autograd's nodes live only as long as something holds them
-        for at, bucket in enumerate(self.buckets):
+        for bucket in self.buckets:
             if bucket in self._by_actions:
                 self._parameter_of |= {slot.held.name: slot.held.parameter for slot in bucket.slots}
                 continue
@@ -256,7 +256,7 @@ class GradientSync:
                 self._views[slot.held.name] = view
             for parameter in bucket.parameters if bucket.axis.size > 1 else ():
                 node: Any = get_gradient_edge(parameter).node
-                node.register_hook(partial(self._reached, at, parameter))
+                node.register_hook(partial(self._reached, bucket, parameter))
                 self._hooks.append(node)
 
     @property
@@ -278,8 +278,8 @@ class GradientSync:
             self.shards.begin()
             self.shards.release_all()
         # In the order in which they start, the same on all replicas, whose schedules may complete stages in different ones.
-        late = sorted(range(len(self.buckets)), key=lambda at: AFTER_TIES in self.buckets[at].stages)
-        self._open = {at: set(b.stages) for at in late if (b := self.buckets[at]) not in self._by_actions}
+        late = sorted(self.buckets, key=lambda bucket: AFTER_TIES in bucket.stages)
+        self._open = {bucket: set(bucket.stages) for bucket in late if bucket not in self._by_actions}
         for bucket in self.buckets:
             self._open_bucket(bucket)
         self.absent = set()
@@ -293,11 +293,11 @@ class GradientSync:
         (reentrant checkpointing). The buckets of such layers, and all later ones, wait for the end of the stage.
         """
         if self.syncing and not self._first:
-            for at, stages in self._open.items():
-                if stages and (stages != {stage} or at in self._inner):
+            for bucket, stages in self._open.items():
+                if stages and (stages != {stage} or bucket in self._inner):
                     return
                 if stages:
-                    self._awaited[at] = set(self.buckets[at].parameters)
+                    self._awaited[bucket] = set(bucket.parameters)
 
     def stage_done(self, stage: int) -> None:
         """Start the reductions of a stage after its last backward (AFTER_TIES: after the sum over pipeline ranks)."""
@@ -305,10 +305,10 @@ class GradientSync:
             stages.discard(stage)
         if self.syncing:
             with self._lock:
-                for at, stages in self._open.items():
+                for bucket, stages in self._open.items():
                     if stages:
                         break
-                    self._start(at)
+                    self._start(bucket)
 
     def complete(self, stage: int) -> None:
         """Wait for the reductions of a stage whose last backward is done, so that an action after it can read `.grad`.
@@ -316,27 +316,24 @@ class GradientSync:
         Nothing happens before the stage's last backward, or where gradients are sharded.
         """
         if not self.sharded:
-            self._finish(
-                [at for at, bucket in enumerate(self.buckets) if stage in bucket.stages and not self._open[at]]
-            )
+            self._finish([bucket for bucket in self.buckets if stage in bucket.stages and not self._open[bucket]])
 
     def finish(self) -> None:
         """Start the remaining reductions of the step and wait for all of them."""
-        self._finish(range(len(self.buckets)))
+        self._finish(self.buckets)
         self.main.accepting = False
         self._first = False
 
-    def _finish(self, numbers: Iterable[int]) -> None:
+    def _finish(self, buckets: Iterable[Bucket]) -> None:
         """Complete the gradients of these buckets, unless they are complete."""
-        numbers = [at for at in numbers if at not in self._complete]
-        self._complete.update(numbers)
-        buckets = [self.buckets[at] for at in numbers]
+        buckets = [bucket for bucket in buckets if bucket not in self._complete]
+        self._complete.update(buckets)
         if self.syncing:
-            for at in numbers:
-                self._start(at)
+            for bucket in buckets:
+                self._start(bucket)
             marks = self._start_marks()
-            for at, bucket in zip(numbers, buckets, strict=True):
-                bucket.part = self._pending[at]().view(-1)
+            for bucket in buckets:
+                bucket.part = self._pending[bucket]().view(-1)
             sums: dict[Bucket, Tensor] = {}
             for marked, pending in marks:
                 sums |= zip(marked, torch.split(pending.wait(), [len(each.slots) for each in marked]), strict=True)
@@ -471,19 +468,18 @@ class GradientSync:
         if bucket.content == "empty":
             bucket.content = "local"
 
-    def _start(self, at: int) -> None:
+    def _start(self, bucket: Bucket) -> None:
         """Start the reduction of a bucket, unless it has started."""
-        if at in self._pending:
+        if bucket in self._pending:
             return
-        self._awaited.pop(at, None)
-        bucket = self.buckets[at]
+        self._awaited.pop(bucket, None)
         if bucket in self._by_actions:
-            self._pending[at] = lambda: bucket.part
+            self._pending[bucket] = lambda: bucket.part
             return
         self.main.finalize(bucket.parameters)
         if bucket.axis.size > 1 or bucket.partial:
             bucket.mark(self.main.absent)
-        self._pending[at] = self._reducer.start(bucket)
+        self._pending[bucket] = self._reducer.start(bucket)
 
     def _start_marks(self) -> list[tuple[list[Bucket], PendingCollective[Tensor]]]:
         """Start summing the marks of all buckets, with one all-reduce per axis; needed only if gradients are sharded."""
@@ -529,29 +525,25 @@ class GradientSync:
     def _show(self, bucket: Bucket) -> None:
         """Fill `.grad`: with views of the buffer, or of one copy of it in the parameters' dtype."""
         if self.in_grad(bucket):
-            views = self._views if bucket.visible else _by_name(bucket, bucket.flat.to(bucket.parameters[0].dtype))
-            for slot in bucket.slots:
-                absent = slot.held.parameter in self.absent
-                slot.held.parameter.grad = None if absent else views[slot.held.name]
+            flat = None if bucket.visible else bucket.flat.to(bucket.parameters[0].dtype)
+            for slot, view in bucket.views(bucket.flat if flat is None else flat):
+                gradient = self._views[slot.held.name] if flat is None else view
+                slot.held.parameter.grad = None if slot.held.parameter in self.absent else gradient
 
-    def _reached(self, at: int, parameter: nn.Parameter, *_: Any) -> None:
+    def _reached(self, bucket: Bucket, parameter: nn.Parameter, *_: Any) -> None:
         """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""
         if self._stage_backward is not None and not self._stage_backward.running:
-            self._inner.add(at)
+            self._inner.add(bucket)
             return
-        if at not in self._awaited:
+        if bucket not in self._awaited:
             return
         with self._lock:  # on a GPU, autograd runs hooks in its own threads
-            self._awaited.get(at, set()).discard(parameter)
-            for waiting, awaited in sorted(self._awaited.items()):
+            self._awaited.get(bucket, set()).discard(parameter)
+            for waiting, awaited in list(self._awaited.items()):  # in the order of `_open`
                 if awaited:
                     return  # buckets start in the same order on every rank
                 with self._stream.in_order():
                     self._start(waiting)
-
-
-def _by_name(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
-    return {slot.held.name: view for slot, view in bucket.views(flat)}
 
 
 def allreduce_gradients(parameters: Iterable[nn.Parameter], group: Any = None) -> None:

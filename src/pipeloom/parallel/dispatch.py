@@ -6,19 +6,19 @@ The segments pass on these values: rows, the weights of the mixture, the dispatc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipeloom.limits import require_divides
-from pipeloom.ops.segments import Compute, Done, Pending, Segment, Values, in_turns, standstill
+from pipeloom.ops.segments import Compute, Pending, Segment, Values, in_turns, standstill
 from pipeloom.ops.token_permute import TokenPermutation, assign, combine_rows, count_keys, gather_rows, permute
-from pipeloom.parallel.collectives import start_collective
+from pipeloom.parallel.collectives import PendingCollective, start_collective
 from pipeloom.parallel.mesh import Axis
 from pipeloom.parallel.router import Routing
 
@@ -81,12 +81,11 @@ class ExpertRows:
     """Permutation of rows from the order of arrival to the order of the experts: by expert, then by source rank.
 
     Attributes:
-        order, inverse: the permutation and its inverse, or None if the rows already arrive in that order.
+        order: the permutation and its inverse, or None if the rows already arrive in that order.
         counts: number of rows of each expert of this rank.
     """
 
-    order: Tensor | None
-    inverse: Tensor | None
+    order: tuple[Tensor, Tensor] | None
     counts: tuple[int, ...]
 
 
@@ -108,17 +107,6 @@ class DispatchPlan:
     arrival: ExpertRows
     routes: Tensor | None = None
     fan: TokenPermutation | None = None
-
-    def fanned(self) -> DispatchPlan:
-        """Return the plan with `fan`, once the rows' routes have crossed."""
-        assert self.routes is not None
-        first, second = self.hops
-        nodes = first.axis.size
-        source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(self.routes.device)
-        keys = self.routes.clamp_min(0) * nodes + source.unsqueeze(1)
-        experts = len(self.arrival.counts) * second.axis.size
-        fan, _ = assign(keys, experts * nodes, self.routes >= 0)
-        return replace(self, routes=None, fan=fan.first(sum(second.send)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +144,7 @@ def _padded(routings: Sequence[Routing], parallel: ExpertParallel | None) -> Dis
         assignment, counts = assign(routing.experts, experts, routing.kept)
         leaving = assignment.padded(counts, rows)
         if parallel is None:
-            plans.append(DispatchPlan(leaving, (), ExpertRows(None, None, (rows,) * experts)))
+            plans.append(DispatchPlan(leaving, (), ExpertRows(None, (rows,) * experts)))
             continue
         local_experts = parallel.own(experts)[0]
         sizes = (rows * local_experts,) * parallel.size
@@ -187,8 +175,7 @@ def _at_home(routings: Sequence[Routing]) -> Dispatch:
 
     def finish() -> list[DispatchPlan]:
         return [
-            DispatchPlan(each, (), ExpertRows(None, None, tuple(rows)))
-            for each, rows in zip(leaving, counts(), strict=True)
+            DispatchPlan(each, (), ExpertRows(None, tuple(rows))) for each, rows in zip(leaving, counts(), strict=True)
         ]
 
     return Dispatch(leaving, finish)
@@ -234,12 +221,8 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
     assert across is not None
     assert inside is not None
     total = routings[0].tally.counts.numel()
-    local_experts, per_node, nodes, places = (
-        parallel.own(total)[0],
-        total // parallel.nodes,
-        parallel.nodes,
-        inside.size,
-    )
+    nodes, places = parallel.nodes, inside.size
+    local_experts, per_node = parallel.own(total)[0], total // nodes
     assigned, counts = [], []
     for routing in routings:
         experts = routing.experts if routing.kept is None else torch.where(routing.kept, routing.experts, -per_node)
@@ -269,12 +252,9 @@ def _two_level(routings: Sequence[Routing], parallel: ExpertParallel) -> Dispatc
         for at, (assignment, route) in enumerate(zip(leaving, routes, strict=True)):
             sent, received = sent_counts[:, inside.index, at, 0], received_counts[:, inside.index, at, 0]
             first = AllToAllSplit(across, tuple(sent.tolist()), tuple(received.tolist()))
-            handed_on = received_counts[:, inside.index, at, 1:].view(nodes, places, local_experts).sum((0, 2))
-            handed_here = (
-                received_counts[:, :, at, 1:]
-                .view(nodes, places, places, local_experts)[:, :, inside.index]
-                .permute(1, 2, 0)
-            )
+            by_expert = received_counts[:, :, at, 1:].view(nodes, places, places, local_experts)
+            handed_on = by_expert[:, inside.index].sum((0, 2))
+            handed_here = by_expert[:, :, inside.index].permute(1, 2, 0)
             second = AllToAllSplit(inside, tuple(handed_on.tolist()), tuple(handed_here.sum((1, 2)).tolist()))
             arrival = _arrival(keys, handed_here, local_experts, route.device)
             plans.append(DispatchPlan(assignment, (first, second), arrival, route))
@@ -291,7 +271,7 @@ def _arrival(keys: Tensor, received: Tensor, local_experts: int, device: torch.d
     order = torch.argsort(torch.repeat_interleave(chunks, rows), stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order))
-    return ExpertRows(order.to(device), inverse.to(device), tuple(counts.tolist()))
+    return ExpertRows((order.to(device), inverse.to(device)), tuple(counts.tolist()))
 
 
 class _CountExchange:
@@ -352,53 +332,35 @@ class AllToAll:
         self, values: Values, dispatch_plan: DispatchPlan, back: bool, routes: Tensor | None = None
     ) -> Pending:
         split = dispatch_plan.hops[self.split]
-        if split.axis.size == 1:
-            return Done(values)
-        at_rows = [(self.first + place, values[self.first + place]) for place in self.places]
-        moved = [(at, tensor) for at, tensor in at_rows if tensor is not None]
-        transfers: dict[int, _TensorAllToAll] = {at: _TensorAllToAll(tensor, split, back) for at, tensor in moved}
-        if routes is not None:
-            at = self.first + PLAN
-            return _Moving(values, transfers, at, _TensorAllToAll(routes, split, back))
-        return _Moving(values, transfers) if moved else Done(values)
+        transfers: dict[int, PendingCollective[Any]] = {}
+        if split.axis.size > 1:
+            rows = {self.first + place: values[self.first + place] for place in self.places}
+            transfers = {at: _start_all_to_all(each, split, back) for at, each in rows.items() if each is not None}
+            if routes is not None:
+                moving = _start_all_to_all(routes, split, back)
+                with_routes = replace(moving, finish=lambda: replace(dispatch_plan, routes=moving.finish()))
+                transfers[self.first + PLAN] = with_routes
+        return _Moving(values, transfers)
 
 
-class _TensorAllToAll:
-    """An all-to-all of one tensor in progress."""
-
-    def __init__(self, rows: Tensor, split: AllToAllSplit, back: bool) -> None:
-        send, receive = (split.receive, split.send) if back else (split.send, split.receive)
-        self._rows = rows.contiguous()  # held until the end: it is read while it is sent
-        self._received = rows.new_empty((sum(receive), *rows.shape[1:]))
-        self._work = start_collective(
-            dist.all_to_all_single, self._received, self._rows, list(receive), list(send), group=split.axis.group
-        )
-
-    def wait(self) -> Tensor:
-        self._work.wait()
-        return self._received
+def _start_all_to_all(rows: Tensor, split: AllToAllSplit, back: bool) -> PendingCollective[Any]:
+    send, receive = (split.receive, split.send) if back else (split.send, split.receive)
+    given = rows.contiguous()
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    counts = list(receive), list(send)
+    work = start_collective(dist.all_to_all_single, received, given, *counts, group=split.axis.group)
+    return PendingCollective(work, lambda: received, given, "all-to-all")
 
 
-class _Moving:
+class _Moving(NamedTuple):
     """The values of a layer, some of which are being exchanged."""
 
-    def __init__(
-        self,
-        values: Values,
-        transfers: dict[int, _TensorAllToAll],
-        plan: int = PLAN,
-        routes: _TensorAllToAll | None = None,
-    ) -> None:
-        self._values = values
-        self._transfers = transfers
-        self._plan = plan
-        self._routes = routes
+    values: Values
+    transfers: Mapping[int, PendingCollective[Any]]
 
     def wait(self) -> Values:
-        arrived: dict[int, Any] = {at: transfer.wait() for at, transfer in self._transfers.items()}
-        if self._routes is not None:
-            arrived[self._plan] = replace(self._values[self._plan], routes=self._routes.wait())
-        return tuple(arrived.get(at, value) for at, value in enumerate(self._values))
+        arrived = {at: each.result() for at, each in self.transfers.items()}
+        return tuple(arrived.get(at, value) for at, value in enumerate(self.values))
 
 
 def permute_for_dispatch(
@@ -459,18 +421,14 @@ def chunk_segments(parallel: ExpertParallel, compute: Callable[[Values], Values]
 
 def group_by_expert(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
     """Sort rows from the order of arrival to the order of experts."""
-    arrival = dispatch_plan.arrival
-    if arrival.order is None or arrival.inverse is None:
-        return rows
-    return permute(rows, arrival.order, arrival.inverse)
+    order = dispatch_plan.arrival.order
+    return rows if order is None else permute(rows, *order)
 
 
 def ungroup(rows: Tensor, dispatch_plan: DispatchPlan) -> Tensor:
     """The inverse of `group_by_expert`."""
-    arrival = dispatch_plan.arrival
-    if arrival.order is None or arrival.inverse is None:
-        return rows
-    return permute(rows, arrival.inverse, arrival.order)
+    order = dispatch_plan.arrival.order
+    return rows if order is None else permute(rows, *order[::-1])
 
 
 def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: DispatchPlan) -> Tensor:
@@ -485,10 +443,15 @@ def unpermute_and_mix(rows: Tensor, weights: Tensor | None, dispatch_plan: Dispa
 
 
 def _fan_out(values: Values) -> Values:
+    """Spread the rows that came across over this node's ranks, by the routes that came with them."""
     rows, weights, dispatch_plan, *rest = values
-    fanned: DispatchPlan = dispatch_plan.fanned()
-    assert fanned.fan is not None
-    return gather_rows(rows, fanned.fan), weights, fanned, *rest
+    (first, second), routes = dispatch_plan.hops, dispatch_plan.routes
+    nodes = first.axis.size
+    source = torch.repeat_interleave(torch.arange(nodes), torch.tensor(first.receive)).to(routes.device)
+    experts = len(dispatch_plan.arrival.counts) * second.axis.size
+    whole, _ = assign(routes.clamp_min(0) * nodes + source.unsqueeze(1), experts * nodes, routes >= 0)
+    fan = whole.first(sum(second.send))
+    return gather_rows(rows, fan), weights, replace(dispatch_plan, routes=None, fan=fan), *rest
 
 
 def _mix_in_node(values: Values) -> Values:

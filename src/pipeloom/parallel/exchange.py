@@ -17,9 +17,14 @@ from torch import Tensor
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.parallel.collectives import Tag
 
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 # The dtypes of what is sent between ranks, by name; their order is part of headers.
 SENT_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
+    _name_of(dtype): dtype
     for dtype in (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
@@ -77,14 +82,14 @@ def gather_tree(value: Any, group: Any, destination: int) -> list[Any] | None:
 def _exchange_trees(value: Any, group: Any, destination: int | None, device: torch.device) -> list[Any]:
     """Return the values of all processes on rank `destination`, or on all ranks (None); an empty list on other ranks."""
     own_tensors: list[Tensor] = []
-    shapes = all_gather_json(_describe(value, own_tensors), group)
+    described = _describe(value, own_tensors), [(_name_of(each.dtype), list(each.shape)) for each in own_tensors]
     me, trees = dist.get_rank(), []
-    for index, shape in enumerate(shapes):
+    for index, (shape, specs) in enumerate(all_gather_json(described, group)):
         source = dist.get_global_rank(group, index)
         if me == source:
             tensors = [tensor.detach().to(_device(group)).contiguous() for tensor in own_tensors]
         elif destination in (None, me):
-            tensors = _like(shape, _device(group))
+            tensors = [torch.empty(size, dtype=SENT_DTYPES[name], device=_device(group)) for name, size in specs]
         else:
             continue
         for tensor in tensors:
@@ -120,13 +125,12 @@ def _from_bytes(data: Tensor) -> Any:
 
 
 def _describe(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` as JSON with each tensor replaced by its dtype and shape, and append the tensors to `tensors`."""
+    """Return `value` as JSON without its tensors, which are appended to `tensors`."""
     if isinstance(value, Tensor):
-        name = str(value.dtype).removeprefix("torch.")
-        if name not in SENT_DTYPES:
+        if _name_of(value.dtype) not in SENT_DTYPES:
             raise UsageError(f"a tensor of dtype {value.dtype} cannot be sent; known: {', '.join(SENT_DTYPES)}")
         tensors.append(value)
-        return {"tensor": [name, list(value.shape)]}
+        return {"tensor": None}
     if isinstance(value, (tuple, list)):
         return {"tuple" if isinstance(value, tuple) else "list": [_describe(item, tensors) for item in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -137,20 +141,6 @@ def _describe(value: Any, tensors: list[Tensor]) -> Any:
         f"a {type(value).__name__} cannot be sent to another rank; it takes tensors, numbers, texts and None, in tuples, "
         "lists, and dicts with texts as keys"
     )
-
-
-def _leaves(shape: Any) -> Iterator[tuple[torch.dtype, tuple[int, ...]]]:
-    """Yield the dtype and shape of each described tensor, in order."""
-    ((kind, inner),) = shape.items()
-    if kind == "tensor":
-        yield SENT_DTYPES[inner[0]], tuple(inner[1])
-    elif kind != "value":
-        for item in inner.values() if kind == "dict" else inner:
-            yield from _leaves(item)
-
-
-def _like(shape: Any, device: torch.device) -> list[Tensor]:
-    return [torch.empty(sizes, dtype=dtype, device=device) for dtype, sizes in _leaves(shape)]
 
 
 def _build(shape: Any, tensors: Iterator[Tensor]) -> Any:

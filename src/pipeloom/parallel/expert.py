@@ -76,9 +76,8 @@ class ExpertLinear(DeferringLayer):
         out = apply_grouped_linear(rows, self.weight, counts, self.grad_context)
         if self.bias is None:
             return out
-        bias = (
-            self.bias if self._adds_bias else self.bias * 0
-        )  # so that it has a gradient, a term of the sum over the ranks
+        # Elsewhere zeros of it, so that it has a gradient, a term of the sum over the ranks.
+        bias = self.bias if self._adds_bias else self.bias * 0
         ones = rows.new_ones(rows.shape[0], 1)
         return out + apply_grouped_linear(ones, bias.unsqueeze(-1), counts)
 

@@ -98,11 +98,6 @@ class PipelineMesh:
         return cls(tuple(ranks), tuple(ranks).index(mine), group)
 
     @classmethod
-    def whole_world(cls) -> PipelineMesh:
-        """Return all processes as one pipeline."""
-        return cls.of(range(dist.get_world_size() if dist.is_initialized() else 1))
-
-    @classmethod
     def of_device_mesh(cls, mesh: DeviceMesh, axis: str = "pp") -> PipelineMesh:
         """Return the pipeline of this process along `axis` of a torch DeviceMesh.
 
@@ -201,7 +196,7 @@ class Mesh:
             )
         if shape.world == 1:
             me = dist.get_rank() if started else 0
-            return _alone(me) if me in members else None
+            return cls.of_pipeline(PipelineMesh((me,), 0, None)) if me in members else None
         torch_mesh = _torch_mesh(shape, members)
         dp_groups = [[members[at] for at in group] for group in shape.groups("dp")]
         dp_group = _line(dp_groups).group if shape.ep > 1 and shape.edp > 1 else None
@@ -244,7 +239,7 @@ class Mesh:
         if isinstance(mesh, Mesh):
             return mesh
         if mesh is None:
-            mesh = PipelineMesh.whole_world()
+            mesh = PipelineMesh.of(range(dist.get_world_size() if dist.is_initialized() else 1))
         return cls.of_pipeline(mesh if isinstance(mesh, PipelineMesh) else PipelineMesh.of_device_mesh(mesh))
 
     @property
@@ -260,10 +255,6 @@ def _require_ascending(ranks: Sequence[int]) -> None:
             f"the mesh's ranks are {list(ranks)!r:.200}; they must ascend, as the members of a process group do: other orders "
             "of the axes are MeshShape(order=…), and a schedule's placement says which rank holds which stage"
         )
-
-
-def _alone(rank: int) -> Mesh:
-    return Mesh.of_pipeline(PipelineMesh((rank,), 0, None))
 
 
 def _torch_mesh(shape: MeshShape, members: Sequence[int]) -> DeviceMesh:

@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,15 +151,15 @@ class SharedBuffers:
                 part.copy_(total)
 
 
+@dataclass(eq=False)
 class SharedMemoryAllReduce:
     """Sums tensors over an axis. Buffers for a size are created collectively at its first use, so all ranks use one order."""
 
-    def __init__(self, axis: Axis, spins: bool, timeout: float) -> None:
-        self._axis = axis
-        self._spins = spins
-        self._timeout = timeout
-        self._tensors: dict[tuple[int, torch.dtype], SharedBuffers | None] = {}
-        self._busy: set[tuple[int, torch.dtype]] = set()
+    axis: Axis
+    spins: bool
+    timeout: float
+    _tensors: dict[tuple[int, torch.dtype], SharedBuffers | None] = field(default_factory=dict)
+    _busy: set[tuple[int, torch.dtype]] = field(default_factory=set)
 
     @classmethod
     def over(cls, axis: Axis, processes: int, timeout: float) -> SharedMemoryAllReduce | None:
@@ -176,9 +177,9 @@ class SharedMemoryAllReduce:
         """Start summing `x` in place. Return None without shared memory, or while a sum of this size is pending."""
         key = x.numel(), x.dtype
         if key not in self._tensors:
-            connected = self._tensors[key] = SharedBuffers.connect(self._axis, [key[0]], [key[1]])
+            connected = self._tensors[key] = SharedBuffers.connect(self.axis, [key[0]], [key[1]])
             if connected is not None:
-                connected.spins = self._spins
+                connected.spins = self.spins
         buffers = self._tensors[key]
         if buffers is None or key in self._busy:
             return None
@@ -191,7 +192,7 @@ class SharedMemoryAllReduce:
             self._busy.discard(key)
             return x
 
-        return PendingCollective(SimpleNamespace(wait=lambda: buffers.wait(0, self._timeout)), finish, x)
+        return PendingCollective(SimpleNamespace(wait=lambda: buffers.wait(0, self.timeout)), finish, x)
 
 
 def offer_memory(size: int) -> tuple[int, int, int, str]:

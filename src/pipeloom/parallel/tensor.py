@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -372,28 +372,21 @@ class _AllReduce(torch.autograd.Function):
 def _column(x: Tensor, linears: Sequence[ColumnLinear]) -> tuple[Tensor, ...]:
     weights = [layer.weight for layer in linears]
     biases = [layer.bias for layer in linears]
-    call = _ColumnCall(linears[0].tensor, linears[0].grad_context)
+    call = linears[0].tensor, linears[0].grad_context
     return _Column.apply(as_autocast(x), call, *weights, *biases)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _ColumnCall(NamedTuple):
-    """Arguments of column layers: their ranks, and the destination of their weight gradients."""
-
-    tensor: TensorParallel
-    grad_context: WeightGradContext | None
 
 
 class _Column(torch.autograd.Function):
     """Compute x weight^T + bias for several weights. Save only this rank's tokens of x, and gather them again for dW."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _ColumnCall, *parameters: Any) -> Any:
-        count, tensor = len(parameters) // 2, call.tensor
+    def forward(ctx: Any, x: Tensor, call: tuple[TensorParallel, WeightGradContext | None], *parameters: Any) -> Any:
+        count, (tensor, grad_context) = len(parameters) // 2, call
         weights, biases = parameters[:count], parameters[count:]
         trains = any(ctx.needs_input_grad[2 : 2 + count])  # frozen weights need no input
         ctx.save_for_backward(x if trains else None, *weights)
         ctx.call, ctx.weights = call, weights
-        ctx.queue = None if call.grad_context is None else call.grad_context.queue
+        ctx.queue = None if grad_context is None else grad_context.queue
         whole = start_all_gather(x, tensor.axis).wait() if tensor.sequence else x
         return tuple(not_a_view(linear(whole, weight, bias)) for weight, bias in zip(weights, biases, strict=True))
 

@@ -8,7 +8,6 @@ arXiv 1909.08053, section 3).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,9 +80,9 @@ def cross_entropy(
 
     Raises UsageError for a target outside the vocabulary (on CUDA a device-side assertion fails).
     """
-    call = _LossCall(tensor.axis, uneven_parts(vocabulary, tensor.size), label_smoothing)
     total = (targets != IGNORED).sum() if count is None else count
-    return _CrossEntropy.apply(logits, targets.flatten(), total, call)  # type: ignore[no-any-return, no-untyped-call]
+    first, smoothing = sum(uneven_parts(vocabulary, tensor.size)[: tensor.index]), (label_smoothing, vocabulary)
+    return _CrossEntropy.apply(logits, targets.flatten(), total, tensor.axis, first, *smoothing)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @torch.no_grad()
@@ -140,35 +139,33 @@ class VocabularyShare(nn.Module):
         return _look_up(self.weight, self.first, tokens, self.vocabulary)
 
 
-@dataclass(frozen=True)
-class _LossCall:
-    axis: Axis
-    parts: tuple[int, ...]
-    smoothing: float
-
-    @property
-    def vocabulary(self) -> int:
-        return sum(self.parts)
-
-
 class _CrossEntropy(torch.autograd.Function):
     """With x the logits minus their maximum: loss = log Σ exp x - (1 - smoothing) x[target] - smoothing / vocabulary Σ x."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, total: Tensor, call: _LossCall) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        total: Tensor,
+        axis: Axis,
+        first: int,
+        smoothing: float,
+        vocabulary: int,
+    ) -> Tensor:
         counts = targets != IGNORED
-        _refuse_outside(torch.where(counts, targets, 0), call.vocabulary, "target")
-        work = _shifted(logits, call.axis)
-        place, outside = places_in(targets, sum(call.parts[: call.axis.index]), work.shape[-1])
+        _refuse_outside(torch.where(counts, targets, 0), vocabulary, "target")
+        work = _shifted(logits, axis)
+        place, outside = places_in(targets, first, work.shape[-1])
         target_logits = work.gather(-1, place).sum(-1).masked_fill_(outside, 0)
-        smooth = [work.sum(-1)] if call.smoothing else []
-        sums = start_all_reduce(torch.stack([target_logits, work.exp_().sum(-1), *smooth]), call.axis).wait()
-        losses = sums[1].log() - (1 - call.smoothing) * sums[0]
-        if call.smoothing:
-            losses -= call.smoothing / call.vocabulary * sums[2]
+        smooth = [work.sum(-1)] if smoothing else []
+        sums = start_all_reduce(torch.stack([target_logits, work.exp_().sum(-1), *smooth]), axis).wait()
+        losses = sums[1].log() - (1 - smoothing) * sums[0]
+        if smoothing:
+            losses -= smoothing / vocabulary * sums[2]
         # A copy of the one row, since a view would keep the other sums alive until the backward.
         ctx.save_for_backward(work, sums[1].clone(), place, outside, counts, total)
-        ctx.call, ctx.shape, ctx.dtype = call, logits.shape, logits.dtype
+        ctx.smoothing, ctx.vocabulary, ctx.shape, ctx.dtype = smoothing, vocabulary, logits.shape, logits.dtype
         return losses.masked_fill_(~counts, 0).sum() / total
 
     @staticmethod
@@ -176,14 +173,13 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Compute p - q of each token in place of the exponentials; it can neither run twice nor be differentiated."""
         work, exponentials, place, outside, counts, total = ctx.saved_tensors
-        call: _LossCall = ctx.call
         scale = gradients[0] / total * counts
         work.mul_((scale / exponentials).unsqueeze(-1))
-        if call.smoothing:
-            work.sub_(scale.unsqueeze(-1) * (call.smoothing / call.vocabulary))
-        hit = (scale * (call.smoothing - 1)).masked_fill(outside, 0)
+        if ctx.smoothing:
+            work.sub_(scale.unsqueeze(-1) * (ctx.smoothing / ctx.vocabulary))
+        hit = (scale * (ctx.smoothing - 1)).masked_fill(outside, 0)
         work.scatter_add_(-1, place, hit.unsqueeze(-1))
-        return work.view(ctx.shape).to(ctx.dtype), None, None, None
+        return work.view(ctx.shape).to(ctx.dtype), *[None] * 6
 
 
 def _shifted(logits: Tensor, axis: Axis) -> Tensor:

@@ -56,7 +56,7 @@ class StageExchange:
     def gather(self, bucket: Bucket, share: Tensor, flat: Tensor) -> None:
         """Gather the shares of all replicas into `flat`. Afterwards each may write to its share: all have read it."""
         if self._memory is None:
-            start_gather_slices(flat, self.axis, share).work.wait()
+            start_gather_slices(flat, self.axis, share).result()
             return
         at = self._number[bucket]
         self._memory.start(at, lambda shares: torch.cat(list(shares), out=flat))
@@ -65,9 +65,7 @@ class StageExchange:
     def reduce_scatter(self, bucket: Bucket, full: Tensor) -> Tensor:
         """Return this replica's share of the sum of `full` over the replicas."""
         if self._memory is None:
-            pending = start_reduce_scatter(full.view(self.axis.size, -1), self.axis)
-            pending.work.wait()
-            return pending.finish().view(-1)
+            return start_reduce_scatter(full.view(self.axis.size, -1), self.axis).result().view(-1)
         at, mine = len(self._number), bucket.share
         room = self._memory.own[at][: full.nbytes].view(full.dtype)
         for others in (slice(0, mine.start), slice(mine.stop, bucket.size)):
@@ -96,6 +94,8 @@ class ShardedParameters(FlatParameters):
         share: this replica's elements, in the parameters' dtype.
     """
 
+    stays = False
+
     def __init__(self, bucket: Bucket, exchange: StageExchange) -> None:
         super().__init__(bucket, sharded=True)
         self._exchange = exchange
@@ -106,10 +106,6 @@ class ShardedParameters(FlatParameters):
         self._views = [(slot.held.parameter, view) for slot, view in bucket.views(self.flat)]
         self._gathered = True
         self._free()
-
-    @property
-    def stays(self) -> bool:
-        return False
 
     @property
     def held(self) -> Tensor:

@@ -29,12 +29,12 @@ from pipeloom.runtime.stage_modules import (
     KnownKeywords,
     LayerNames,
     LayerSource,
-    ModelNames,
     StageModules,
     build_stage,
     carrying,
     layer_cost,
     layer_name,
+    names_in_model,
     require_arguments,
     split_layers,
 )
@@ -42,13 +42,13 @@ from pipeloom.runtime.tensor_spec import is_strided, layout_name, memory_of
 from pipeloom.runtime.tied_weights import (
     SharedParameters,
     Tie,
-    frozen_names,
     make_ties,
     merged,
     replica_ties,
     share,
     shared_groups,
     unknown_names,
+    values_by_name,
 )
 from pipeloom.schedule.check import check
 from pipeloom.schedule.model import Schedule
@@ -130,7 +130,9 @@ class PipelineSpec:
 
     def __post_init__(self, check_first: bool) -> None:
         require_arguments(self.layers, self.schedule, self.loss)
-        require_types(PipelineSpec, {name: getattr(self, name) for name in ("ignore_index", "tied", "options")})
+        require_types(
+            PipelineSpec, {name: getattr(self, name) for name in ("weight", "ignore_index", "tied", "options")}
+        )
         require_weighing(self.loss, self.weight, self.ignore_index)
         self.names = [layer_name(layer, at) for at, layer in enumerate(self.layers)]
         _check_names(self.names, self.options.recompute)
@@ -142,11 +144,9 @@ class PipelineSpec:
             raise ConfigError(f"layer {wrong[0]!r}: its cost must be a finite number of at least 0")
         self.ranges = split_layers(last, self.schedule.positions, self.stages, costs)
         self.ranges += [range(last, len(self.layers))] * shares
-        declared = ModelNames.of(
-            [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)],
-            [position for position, which in enumerate(self.ranges) for _ in which],
-        )
-        self.terms = declared.terms
+        declared = [LayerNames.of(layer, name) for layer, name in zip(self.layers, self.names, strict=True)]
+        positions = [position for position, which in enumerate(self.ranges) for _ in which]
+        tensors, self.terms = names_in_model(declared, positions)
         heads = tuple(f"{self.names[layer]}." for layer in self.ranges[-1]) if shares else ()
         separate = [names for names in self.tied if not any(name.startswith(heads) for name in names)]
         if len(separate) < len(self.tied) and (len(heads) > 1 or not self.schedule._spreads_embedding):
@@ -155,7 +155,7 @@ class PipelineSpec:
                 "one share with embeds=True, and the schedule has been through the transform embedding"
             )
         self.tied = separate
-        self.schedule = self.recomputing(carrying(self.schedule, declared.tensors))
+        self.schedule = self.recomputing(carrying(self.schedule, tensors))
         if check_first:
             check(self.schedule)
 
@@ -219,10 +219,10 @@ def assemble(
         {
             "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
             "problems": [*unknown_names(declared, modules), *_unusable(modules, declared, owners, summed)],
-            "frozen": frozen_names(modules),
+            "frozen": [name for name, each in values_by_name(modules).items() if not each.requires_grad],
             "shared": shared.keys(min(communications)),
             "segmented": [number for number, each in built.items() if each.segmented],
-            "keywords": KnownKeywords.of(built.values()).facts(),
+            "keywords": [None if k is None else sorted(k) for each in built.values() for k in each.keywords],
             "names": _nested_names(modules, owners),
         }
     )
@@ -267,7 +267,7 @@ def assemble(
         first_names={name: tie.names[0] for tie in ties for name in tie.names[1:]},
         held=_held(parameters, modules, stages, {*across.values()}),
         grad_context=grad_context,
-        keywords=KnownKeywords.union(fact["keywords"] for fact in facts),
+        keywords=KnownKeywords.of([names for fact in facts for names in fact["keywords"]]),
     )
 
 
@@ -376,7 +376,10 @@ def _unusable(
                     f"layer {layer!r} has a lazy module: {name!r} has no shape yet; build it with its sizes, or call the layer "
                     "once on an example first"
                 )
-            elif isinstance(value, nn.Parameter) and not (is_strided(value) and _has_memory(value)):
+            elif isinstance(value, nn.Parameter) and not (
+                # A frozen wrapper (a quantized weight) needs no memory of its own.
+                is_strided(value) and (not value.requires_grad or memory_of(value) is not None)
+            ):
                 yield (
                     f"{layer}.{name} is a {layout_name(value)} parameter, and Pipeloom reduces and saves strided ones: make it "
                     "from a strided parameter in the forward, or register it as a buffer if it does not train"
@@ -398,11 +401,6 @@ def _unusable(
                     f"{name!r} has max_norm={part.max_norm:g}, which changes the rows that a forward uses, and the copies on "
                     f"{over} use other rows: build the embedding without max_norm"
                 )
-
-
-def _has_memory(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter has memory of its own, if it trains: a frozen wrapper (a quantized weight) needs none."""
-    return not parameter.requires_grad or memory_of(parameter) is not None
 
 
 def _held(

@@ -157,7 +157,7 @@ def count_targets(targets: Any, ignore_index: int | None = IGNORE_INDEX) -> floa
 
     NaN for integers on the meta device, whose values are unknown. Raises UsageError if the targets hold no tensor.
     """
-    return _count(_first_tensor(targets), ignore_index)
+    return _count(_counted_tensor(targets), ignore_index)
 
 
 def _count(tensor: Tensor, ignore_index: int | None) -> float:
@@ -174,7 +174,7 @@ def _count_by_part(targets: Any, sizes: Sequence[int], rows: int, ignore_index: 
     """
     tensor = next((each for each in tensors_in(targets) if each.ndim and each.shape[0] == rows), None)
     if tensor is None:
-        counted = _count(_first_tensor(targets), ignore_index)
+        counted = _count(_counted_tensor(targets), ignore_index)
         return [counted if math.isnan(counted) else float(size if counted else 0) for size in sizes]
     if ignore_index is None or not _holds(tensor, ignore_index):
         return [float(tensor.numel() // rows * size) for size in sizes]
@@ -193,13 +193,21 @@ def _holds(tensor: Tensor, index: int) -> bool:
     return limits.min <= index <= limits.max
 
 
-def _first_tensor(targets: Any) -> Tensor:
-    for value in tensors_in(targets):
-        return value
-    raise UsageError(
+def _counted_tensor(targets: Any) -> Tensor:
+    return _first_tensor(
+        targets,
+        0,
         f"the targets ({type(targets).__name__}) hold no tensor whose elements could be counted; pass weight= to the "
-        f"pipeline, the weight of a micro-batch's targets"
+        f"pipeline, the weight of a micro-batch's targets",
     )
+
+
+def _first_tensor(values: Any, dimensions: int, problem: str) -> Tensor:
+    """Return the first tensor of at least so many dimensions, which may be inside tuples, lists and dicts."""
+    for value in tensors_in(values):
+        if value.ndim >= dimensions:
+            return value
+    raise UsageError(problem)
 
 
 def split_batch(
@@ -280,46 +288,29 @@ def cut_batch(
         raise UsageError(
             f"a batch of {rows} rows cannot be split into {len(sizes)} micro-batches; give at least {len(sizes)} rows"
         )
-    parts = [_cut(value, sizes, rows) for value in positional]
-    wanted = [_cut(value, sizes, rows) for value in (targets, *keywords.values())]
-    each_targets = wanted[0]
-    each_inputs: Sequence[tuple[Any, ...]] = tuple(zip(*parts, strict=True))
-    each_keywords: Sequence[tuple[Any, ...]] = tuple(zip(*wanted[1:], strict=True)) if keywords else ((),) * len(sizes)
+    parts = _cut((positional, targets, keywords), sizes, rows)
     places: Sequence[SlicePlace | None] = (None,)
     if slices is not None:
         places = slices.places
-        each_inputs, each_targets, each_keywords = (
-            [part for value, size in zip(values, sizes, strict=True) for part in slices.cut(value, size)]
-            for values in (each_inputs, each_targets, each_keywords)
-        )
+        parts = [part for value, size in zip(parts, sizes, strict=True) for part in slices.cut(value, size)]
     units = [(at, place) for at in range(len(sizes)) for place in places]
     cut = slices is not None or context is not None
     if cut:
         length = _sequence_length(positional)
         spans = [(sizes[at], length if place is None else place.end - place.start) for at, place in units]
-        _require_tokens(each_targets[0], spans[0], "ranks" if slices is None else f"{len(places)} slices", length)
+        _require_tokens(parts[0][1], spans[0], "ranks" if slices is None else f"{len(places)} slices", length)
         if context is not None:
-            each_inputs, each_targets = (
-                [_own_tokens(value, span, context) for value, span in zip(values, spans, strict=True)]
-                for values in (each_inputs, each_targets)
-            )
+            data = (_own_tokens(part[:2], span, context) for part, span in zip(parts, spans, strict=True))
+            parts = [(*both, part[2]) for both, part in zip(data, parts, strict=True)]
     numbers = [number + at for at, _ in units]
+    each_targets = [part[1] for part in parts]
     weights = _weights(targets, each_targets, [sizes[at] for at, _ in units], rows, weighing, cut, numbers)
     # The parts of the same number of rows, and of the same slice, have the same shapes.
     keys = [(sizes[at], place) for at, place in units]
-    examples = dict(zip(keys, zip(each_inputs, each_keywords, strict=True), strict=True))
-    signatures = {key: signature((*i, *k)) for key, (i, k) in examples.items()}
-    parts_of = zip(keys, each_inputs, each_targets, each_keywords, weights, strict=True)
+    signatures = {key: signature((*i, *k.values())) for key, (i, _, k) in dict(zip(keys, parts, strict=True)).items()}
     return [
-        BatchUnit(
-            part,
-            target,
-            dict(zip(keywords, values, strict=True)) | ({} if key[1] is None else {STATE: key[1]}),
-            signatures[key],
-            weight,
-            *key,
-        )
-        for key, part, target, values, weight in parts_of
+        BatchUnit(first, target, values | ({} if key[1] is None else {STATE: key[1]}), signatures[key], weight, *key)
+        for key, (first, target, values), weight in zip(keys, parts, weights, strict=True)
     ]
 
 
@@ -390,12 +381,8 @@ def _require_tokens(targets: Any, shape: tuple[int, int], where: str, length: in
 
 def _sequence_length(inputs: Sequence[Any]) -> int:
     """Return the second dimension of the first tensor that has two. Raises UsageError if none has."""
-    for value in tensors_in(inputs):
-        if value.ndim > 1:
-            return value.size(1)
-    raise UsageError(
-        "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
-    )
+    problem = "the inputs hold no tensor with a dimension of a sequence, and the schedule cuts sequences into slices"
+    return _first_tensor(inputs, 2, problem).size(1)
 
 
 def _weights(
@@ -517,11 +504,8 @@ def evaluation_microbatches(microbatches: int, inputs: Any) -> int:
 
 
 def batch_rows(inputs: Sequence[Any]) -> int:
-    """Return the first dimension of the first tensor, which may be inside tuples, lists and dicts."""
-    for value in tensors_in(inputs):
-        if value.ndim:
-            return value.size(0)
-    raise UsageError("the inputs hold no tensor with a batch dimension")
+    """Return the first dimension of the first tensor that has one."""
+    return _first_tensor(inputs, 1, "the inputs hold no tensor with a batch dimension").size(0)
 
 
 def _cut(value: Any, sizes: Sequence[int], rows: int) -> list[Any]:

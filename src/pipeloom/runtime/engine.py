@@ -11,9 +11,10 @@ import torch
 
 from pipeloom.parallel.collectives import Tag
 from pipeloom.parallel.mesh import PipelineMesh
+from pipeloom.runtime.actions.registry import StepHooks
 from pipeloom.runtime.actions.signals import Signals
 from pipeloom.runtime.assembly import PipelineSpec
-from pipeloom.runtime.executor import Executor, StepHooks, clock_for
+from pipeloom.runtime.executor import DeviceClock, Executor, HostClock
 from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import Transport
@@ -104,7 +105,8 @@ class RankEngine:
         stages = {number: self.stages[number] for number in program.stages}
         transport = self.hooks.faults.over(self.transport(program))
         stream, checksums = self.communications, self.spec.options.checksum
-        stream.timed, clock = traced, clock_for(stream.device, traced)
+        stream.timed = traced
+        clock = DeviceClock(stream.device) if traced and stream.device.type == "cuda" else HostClock()
         return Executor(
             program,
             stages,

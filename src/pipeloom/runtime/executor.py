@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +25,12 @@ import torch
 from pipeloom.errors import DistributedError, UsageError
 from pipeloom.ops.checksum import message_checksum
 from pipeloom.ops.segments import report_standstills_to
-from pipeloom.parallel.zero import StageShards
 from pipeloom.runtime import actions
 from pipeloom.runtime.actions.compute import backward_in_segments, forward_in_segments
-from pipeloom.runtime.actions.registry import EXECUTIONS, Queue
+from pipeloom.runtime.actions.registry import EXECUTIONS, Queue, StepHooks
 from pipeloom.runtime.actions.signals import Signal
 from pipeloom.runtime.batch import Microbatches
 from pipeloom.runtime.flight import Flight, RankStep, StepResult
-from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import lost_peer
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.loss import Loss, MicrobatchLoss
@@ -87,36 +85,6 @@ class DeviceClock:
         mark.synchronize()
         milliseconds: float = self._origin.elapsed_time(mark)
         return self._at + milliseconds / 1e3
-
-
-def clock_for(device: torch.device, traced: bool) -> HostClock | DeviceClock:
-    """Return the clock for actions on `device`; `traced`: a step may wait for the device at its ends."""
-    return DeviceClock(device) if traced and device.type == "cuda" else HostClock()
-
-
-@dataclass(frozen=True)
-class StepHooks:
-    """Objects and callbacks that a step reports to while it runs.
-
-    Attributes:
-        status: the action that the rank is in and what it waits for, for the watchdog.
-        faults: the faults to inject.
-        before_last_backward: called with a stage before its last B, if that is a single call of autograd.
-        stage_done: called with a stage once its gradients are complete and the messages of the completing action are sent.
-        before_layer: called with a layer's name before its weights are read: they may still be in transit.
-        shards: what gathers and frees parameters and reduces gradients; None: these actions do nothing.
-        before_kind: called with a stage before an action of a registered kind, which may read the stage's gradients.
-        beside: called with an action on another queue than that of computation and what executes it, in the action's thread.
-    """
-
-    status: Status
-    faults: Faults
-    before_last_backward: Callable[[int], None] | None = None
-    stage_done: Callable[[int], None] | None = None
-    before_layer: Callable[[str], None] | None = None
-    before_kind: Callable[[int], None] | None = None
-    shards: StageShards | None = None
-    beside: Callable[[Action, Callable[[], object]], object] = lambda _, execute: execute()
 
 
 @dataclass(eq=False)
@@ -271,10 +239,9 @@ class Executor:
         for task in instruction.tasks:
             if task.receives:
                 self._receive(task)
-        if self.hooks.before_last_backward is not None:
-            for stage in instruction.completes_stages:
-                if not self.stages[stage].segmented and not self.program.stages[stage].splits:
-                    self.hooks.before_last_backward(stage)
+        for stage in instruction.completes_stages:
+            if not self.stages[stage].segmented and not self.program.stages[stage].splits:
+                self.hooks.before_last_backward(stage)
 
     def _send(self, instruction: Instruction) -> None:
         """Send an instruction's results, and open the receives of the next one."""
@@ -285,9 +252,8 @@ class Executor:
         if instruction.second is not None:
             sends += self._outgoing(instruction.second)
         self.transport.exchange(sends, posts)
-        if self.hooks.stage_done is not None:
-            for stage in instruction.completes_stages:
-                self.hooks.stage_done(stage)
+        for stage in instruction.completes_stages:
+            self.hooks.stage_done(stage)
 
     def _recycle(self) -> None:
         """Return the buffers of messages that no action reads any more."""
@@ -379,11 +345,10 @@ class Executor:
 
     def _queue(self, name: str) -> Queue:
         """Return a queue as its actions see it; one of copies has a stream on a GPU."""
-        device, hooks = self.communications.device, self.hooks
+        device = self.communications.device
         on_stream = device.type == "cuda" and name in (COPY_OUT, COPY_IN)
         stream = torch.cuda.Stream(device) if on_stream else None  # type: ignore[no-untyped-call]
-        queue = Queue(stream, hooks.before_layer, hooks.before_kind, hooks.shards, self.vocabulary)
-        return self._queues.setdefault(name, queue)
+        return self._queues.setdefault(name, Queue(stream, self.hooks, self.vocabulary))
 
     def _overlapped_pair(self, first: Task, second: Task) -> float:
         """Run a forward and a backward interleaved; return the forward's share of the time.

@@ -193,7 +193,7 @@ class Flight:
             return saving(lambda _: SavedTensor(None))  # R saves it again
         if self.parts is not None:
             return self.parts.saving()
-        return _SAVING if self.travels is None else self.travels.saving()
+        return _SAVING if self.travels is None else saving(self.travels.pack)
 
     def pieces(self) -> tuple[PieceRoot, ...]:
         """Return the roots of what layers have kept of this slice since the last call."""

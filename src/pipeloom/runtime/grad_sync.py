@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,13 +23,14 @@ from pipeloom.parallel.grad_norm import clip, global_norm, square_norm
 from pipeloom.parallel.masters import Master, Masters
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.runtime import tied_weights as ties
+from pipeloom.runtime.actions.registry import StepHooks
 from pipeloom.runtime.assembly import IN_MAIN_GRADIENTS, Assembly
-from pipeloom.runtime.executor import StepHooks
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Status
 from pipeloom.runtime.options import RuntimeOptions
 
+_WIDE = (torch.float64, torch.complex128)
 _GATHERED = "the weights of which each replica holds a share"
 _STEPPED = "the weights that other replicas have stepped"
 _SUMMED = "the sum of the gradients over the replicas"
@@ -259,7 +259,9 @@ class StepGradients:
         carrier = carrier_of(device, everyone.group)
         with self._alarm.waiting_for_device(device):
             square = square_norm(counted)
-        row = torch.tensor([*square, float(any(map(_is_wide, counted)))], dtype=torch.float64, device=carrier)
+        row = torch.tensor(
+            [*square, float(any(each.dtype in _WIDE for each in counted))], dtype=torch.float64, device=carrier
+        )
         rows = [row]
         if everyone.group is not None:
             rows = [torch.empty_like(row) for _ in range(everyone.size)]
@@ -291,23 +293,13 @@ class StepGradients:
         for bucket in self.sync.buckets:
             in_grad = self.sync.in_grad(bucket)
             mine = bucket.share if self.sync.sharded and bucket.axis.size > 1 else slice(0, bucket.size)
-            for slot in bucket.slots:
-                held, first, last = slot.held, max(slot.start, mine.start), min(slot.stop, mine.stop)
-                if in_grad:
-                    gradient = held.parameter.grad
-                elif bucket.content == "empty" or held.parameter in self.sync.absent or first >= last:
-                    gradient = None
-                else:
-                    gradient = bucket.part[first - mine.start : last - mine.start]
+            for slot, section in bucket.sections(mine):
+                gradient = slot.held.parameter.grad if in_grad else None
+                if not in_grad and bucket.content != "empty" and slot.held.parameter not in self.sync.absent:
+                    gradient = bucket.part[section.start - mine.start : section.stop - mine.start]
                 if gradient is not None:
-                    gradients.append((held.name, gradient))
+                    gradients.append((slot.held.name, gradient))
         return gradients
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of the steps inside unsummed over the replicas."""
-        with self.sync.no_sync() if self.sync is not None else contextlib.nullcontext():
-            yield
 
 
 def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
@@ -328,7 +320,3 @@ def checked_max_norm(max_norm: float) -> float:
     if not most >= 0:
         raise UsageError(f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number of at least 0")
     return most
-
-
-def _is_wide(gradient: Tensor) -> bool:
-    return gradient.dtype in (torch.float64, torch.complex128)

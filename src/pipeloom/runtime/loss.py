@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
-from pipeloom.ops.layer import LossTerm
 from pipeloom.ops.nested import tensors_in
 from pipeloom.parallel.collectives import Tag, carrier_of
 from pipeloom.parallel.mesh import Mesh
@@ -24,6 +23,7 @@ from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.p2p.base import PeerGone
 from pipeloom.schedule.model import Schedule
 
+TOTAL = ""  # no layer's loss has this key
 Loss = Callable[[Any, Any], Tensor]
 """`loss(output, targets)` of one micro-batch: the mean over its targets, 0-dim."""
 
@@ -82,22 +82,15 @@ class MicrobatchLoss(NamedTuple):
         # A backward starts at a node of the graph, and a leaf has none.
         return value.clone() if value.requires_grad and value.is_leaf else value
 
-    def share_of_term(self, term: LossTerm, value: Any) -> Tensor:
-        """Return the share of a layer's loss of `value` in its mean over the step, without the term's weight."""
-        return self.mean(value, term.loss) * self.share
-
 
 def require_weighing(loss: object, weight: object, ignore_index: int | None) -> None:
-    """Raise ConfigError for a weight that is no function, and if torch's own cross entropy is a mean over other targets than the
-    default weight counts.
+    """Raise ConfigError if torch's own cross entropy is a mean over other targets than the default weight counts.
 
     Args:
         loss: `nn.CrossEntropyLoss`, `nn.NLLLoss` (or compiled, or the `forward` of one), or a `functools.partial` of their
             functions; others are not checked.
         weight, ignore_index: as given to the pipeline.
     """
-    if weight is not None and not callable(weight):
-        raise ConfigError(f"weight is {weight!r:.100}; it must be a function of a micro-batch's targets, or None")
     loss = getattr(loss, "__self__", loss)
     loss = getattr(loss, "_orig_mod", loss)  # of torch.compile
     if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
@@ -166,39 +159,25 @@ class PendingLoss:
         return self._sums
 
 
-@dataclass
-class LossSum:
-    """One rank's part of a step's loss.
+class LossSum(dict[str, Tensor]):
+    """One rank's part of a step's loss: key of a layer's loss -> the sum of its shares that the rank computes.
 
-    Attributes:
-        total: sum of its shares, with those of layers' terms times their weights; None if it computes no share.
-        terms: key of a layer's loss -> sum of its shares.
+    TOTAL is the sum of all, those of the layers' losses times their weights.
     """
 
-    total: Tensor | None = None
-    terms: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, share: Tensor) -> None:
+    def add(self, share: Tensor, key: str = TOTAL) -> None:
         # fp32 on every rank, whatever the model's dtype: what receives it makes room for that
-        self.total = share.float() if self.total is None else self.total + share.float()
+        self[key] = self[key] + share.float() if key in self else share.float()
 
     def add_term(self, key: str, share: Tensor, weight: float) -> None:
         self.add(share * weight)
-        self.terms[key] = self.terms[key] + share.float() if key in self.terms else share.float()
-
-    def include(self, other: LossSum) -> None:
-        """Add the sums of another rank."""
-        if other.total is not None:
-            self.add(other.total)
-        for key, value in other.terms.items():
-            self.terms[key] = self.terms[key] + value if key in self.terms else value
+        self.add(share, key)
 
     def together(self, names: Sequence[str], device: torch.device) -> Tensor:
         """Return the total, 0-dim; with `names`, a vector of it and these terms. Values that this rank does not compute are 0."""
         zero = torch.zeros((), dtype=torch.float32, device=device)
-        total = zero if self.total is None else self.total.to(device, copy=True)
-        terms = [self.terms.get(name, zero).to(device) for name in names]
-        return torch.stack([total, *terms]) if names else total
+        sums = [self.get(name, zero).to(device, copy=True) for name in (TOTAL, *names)]
+        return torch.stack(sums) if names else sums[0]
 
 
 class LossBroadcast:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event, Lock
@@ -15,7 +14,7 @@ from torch import Tensor
 from pipeloom.errors import UsageError
 from pipeloom.ops.checksum import storage_key, version_of
 from pipeloom.ops.host_memory import HostBuffers, copy_bytes
-from pipeloom.ops.saved_tensors import SavedTensor, SavedView, is_plain, saving
+from pipeloom.ops.saved_tensors import SavedTensor, SavedView, is_plain
 
 
 @dataclass(slots=True, eq=False)
@@ -91,10 +90,6 @@ class SavedTensors:
             storage_key(value) for value in held if isinstance(value, Tensor) and value.layout is torch.strided
         }
         self._expected = expected
-
-    def saving(self) -> AbstractContextManager[Any]:
-        """Return the context of computations whose saved tensors these are."""
-        return saving(self.pack)
 
     def complete(self) -> None:
         """Cut what is left into parts: the forward has been issued, and saves nothing more."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -107,10 +107,6 @@ class RuntimeOptions:
     def sum_seconds(self) -> float:
         """Return how long a rank waits in a sum: the watchdog is earlier, and knows better which rank is late and why."""
         return (300.0 if self.timeout is None else self.timeout) + 60.0
-
-    def without_fault(self) -> RuntimeOptions:
-        """The same with no fault that one rank makes: one that exchanges inputs stays."""
-        return self if getattr(self.fault, "rank", -1) < 0 else replace(self, fault=None)
 
     def __post_init__(self) -> None:
         require_whole("receive_depth", self.receive_depth)

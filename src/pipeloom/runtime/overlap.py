@@ -244,9 +244,8 @@ class _OnStream:
         with torch.cuda.stream(stream):
             self._values = begin().wait()
             self._done = stream.record_event()
-        for (
-            value
-        ) in reads:  # computed on the other stream: their storage must not be reused before this stream has read it
+        # Computed on the other stream: their storage must not be reused before this stream has read it.
+        for value in reads:
             if isinstance(value, Tensor) and value.is_cuda:
                 value.record_stream(stream)
 

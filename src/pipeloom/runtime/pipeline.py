@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeloom.deprecation import made_internal
 from pipeloom.errors import ConfigError, DistributedError, ScheduleError, UsageError, did_you_mean
+from pipeloom.limits import of_annotated_types
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.layer import KEYWORD
 from pipeloom.parallel.context import ContextParallel, share_tokens, whole_sequences
@@ -51,11 +52,11 @@ from pipeloom.runtime.flight import StepResult
 from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
-from pipeloom.runtime.health.links import run_store
+from pipeloom.runtime.health.links import meet, run_store
 from pipeloom.runtime.health.report import FailureReporter
 from pipeloom.runtime.health.status import Limits, Names, Status
-from pipeloom.runtime.health.watchdog import Watchdog, start_watchdog
-from pipeloom.runtime.loss import Loss, LossBroadcast, PendingLoss
+from pipeloom.runtime.health.watchdog import Watchdog
+from pipeloom.runtime.loss import TOTAL, Loss, LossBroadcast, PendingLoss
 from pipeloom.runtime.options import RuntimeOptions, device_of
 from pipeloom.runtime.overlap import CommStream
 from pipeloom.runtime.p2p.base import InProcessTransport, Mailroom, Transport
@@ -193,7 +194,7 @@ class Pipeline:
         self._connections = P2PConnections(mesh, specs[self.rank], self.device, options)
         self._gradients = StepGradients(assembly, mesh, options, self._alarm, summed, spec.schedule.stage_actions)
         first = mesh.dp.index == mesh.tp.index == 0  # a fault is injected into one pipeline
-        fault = options.fault if first else options.without_fault().fault
+        fault = options.fault if first or getattr(options.fault, "rank", -1) < 0 else None  # all exchange inputs
         self._engines = [
             RankEngine(
                 rank,
@@ -236,12 +237,10 @@ class Pipeline:
         with self._alarm.waiting("the other ranks at start-up"):
             prefix, seed = handshake.shake_hands(store, everyone, facts, spec.seed, options.start_seconds)
             if options.monitor and options.watchdog is None:
-                limits = Limits(options.timeout)
-                self._watched_by(
-                    start_watchdog(
-                        store, prefix, everyone.index, everyone.size, self._status, limits, options.start_seconds
-                    )
-                )
+                links = meet(store, prefix, everyone.index, everyone.size, options.start_seconds)
+                watchdog = Watchdog(links, self._status, everyone.size, Limits(options.timeout))
+                watchdog.start()
+                self._watched_by(watchdog)
         return prefix, seed
 
     def _connect(self, prefix: str) -> None:
@@ -492,12 +491,12 @@ class Pipeline:
                     replicas.say(differences, self.mesh)
         self._compared = True
 
-    def _checksums_of_replicas(self) -> dict[str, tuple[torch.Size, int]]:
-        """Return shape and checksum of each buffer of which another rank has a replica on another route."""
+    def _checksums_of_replicas(self) -> dict[tuple[str, torch.Size], int]:
+        """Return name and shape -> checksum of each buffer of which another rank has a replica on another route."""
         replicated = self._assembly.replicated_layers if self._distributed else {}
         buffers = {n: b for n, b in self._assembly.buffers.items() if layer_of(n, replicated) and is_strided(b)}
-        sums = checksums(list(buffers.values()))
-        return {name: (b.shape, value) for (name, b), value in zip(buffers.items(), sums, strict=True)}
+        names = [(name, buffer.shape) for name, buffer in buffers.items()]
+        return dict(zip(names, checksums(list(buffers.values())), strict=True))
 
     def _require_parts(self) -> None:
         """Raise UsageError, on every rank, for a recomputed part that no layer has called: only a forward shows the names."""
@@ -509,11 +508,11 @@ class Pipeline:
             )
         self._parts_unchecked = False
 
-    def _require_settled(self, before: Mapping[str, tuple[torch.Size, int]]) -> None:
+    def _require_settled(self, before: Mapping[tuple[str, torch.Size], int]) -> None:
         """Raise UsageError for a buffer that the first step has changed, other than by giving it another shape."""
         with self._alarm.reporting():
-            for name, (shape, value) in self._checksums_of_replicas().items() if before else ():
-                if name in before and before[name][0] == shape and before[name][1] != value:
+            for (name, shape), value in self._checksums_of_replicas().items() if before else ():
+                if before.get((name, shape), value) != value:
                     raise UsageError(
                         f"the first step changed buffer {name!r}, and under schedule {self.schedule.name!r} its stage has "
                         "replicas that get some of the micro-batches each, so it would differ from that of one process; "
@@ -572,7 +571,7 @@ class Pipeline:
     @property
     def loss_share(self) -> Tensor | None:
         """This process's share of the last step's loss, before the sum over ranks: 0-dim, fp32; None if it computes none."""
-        return self._result.loss.total
+        return self._result.loss.get(TOTAL)
 
     @property
     def exposed(self) -> float | None:
@@ -604,7 +603,7 @@ class Pipeline:
         """Return a context in which steps accumulate gradients in this process only; the next step outside it sums
         them over the replicas.
         """
-        return self._gradients.no_sync()
+        return nullcontext() if self.sync is None else self.sync.no_sync()
 
     def zero_grad(self) -> None:
         """Set every gradient to None."""
@@ -775,7 +774,8 @@ class Pipeline:
         """Global name -> parameter or buffer of this rank's stages."""
         return {**dict(self.named_parameters()), **self._assembly.buffers}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    @of_annotated_types
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy values by global name; every rank of the run must call it.
 
         Before the next step replicas are compared as `RuntimeOptions.init` says. Buffers that are not persistent may be missing.
@@ -916,7 +916,8 @@ class _ExecutorOfAllRanks:
         self.results = [executor.finish() for executor in self._executors]
         whole = StepResult()
         for result in self.results:
-            whole.loss.include(result.loss)
+            for key, share in result.loss.items():
+                whole.loss.add(share, key)
             whole.outputs.update(result.outputs)
         return whole
 

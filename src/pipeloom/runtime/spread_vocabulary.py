@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn import functional as F
 
 from pipeloom.errors import ConfigError, UsageError
+from pipeloom.limits import of_annotated_types
 from pipeloom.ops.layer import Layer
-from pipeloom.parallel.collectives import carrier_of
+from pipeloom.parallel.collectives import carrier_of, start_collective, start_gather_columns
 from pipeloom.parallel.mesh import Axis, Mesh, group_of_members
 from pipeloom.parallel.vocabulary import IGNORED, VocabularyShare, largest_of, places_in, rows_at
 from pipeloom.schedule.model import Schedule, parts
 from pipeloom.shapes.mesh import uneven_parts
 
 
+@of_annotated_types
 def vocabulary_share(
     name: str,
     weight: Tensor,
@@ -85,10 +86,11 @@ class _Tokens:
     scale: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
+@dataclass(eq=False)
 class SpreadVocabulary:
     """The shares of one rank, and its part in the group entries; these run in one thread after the other.
 
-    Args:
+    Attributes:
         share: this rank's of the output layer.
         embedding: that of the input embedding, the same one where the two are tied; None: the first stage has all of it.
         axis: the ranks of a replica, with a process group that nothing else uses.
@@ -96,19 +98,14 @@ class SpreadVocabulary:
         fused: whether one reduction follows S, which computes its part of the input gradient.
     """
 
-    def __init__(
-        self,
-        share: VocabularyShare,
-        embedding: VocabularyShare | None,
-        axis: Axis,
-        entrances: Sequence[int],
-        sources: Sequence[int],
-        fused: bool,
-    ) -> None:
-        self.share, self.embedding, self.axis, self.fused = share, embedding, axis, fused
-        self.entrances, self.sources = entrances, sources
-        self._tokens: dict[int, _Tokens] = {}
-        self._rows: dict[int, tuple[GradientEdge, Tensor]] = {}
+    share: VocabularyShare
+    embedding: VocabularyShare | None
+    axis: Axis
+    entrances: Sequence[int]
+    sources: Sequence[int]
+    fused: bool
+    _tokens: dict[int, _Tokens] = field(default_factory=dict)
+    _rows: dict[int, tuple[GradientEdge, Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shares: Sequence[VocabularyShare], mesh: Mesh, schedule: Schedule) -> SpreadVocabulary:
@@ -196,10 +193,9 @@ class SpreadVocabulary:
         return self._moved(dist.broadcast, values, self._root)
 
     def _moved(self, collective: Callable[..., Any], tensor: Tensor, *arguments: Any) -> Tensor:
-        """Return `tensor`, or a copy of it, after a collective of the ranks, on the host where the group moves no others."""
-        carrier = tensor.to(carrier_of(tensor.device, self.axis.group))
-        collective(carrier, *arguments, group=self.axis.group)
-        return carrier.to(tensor.device)
+        """Return `tensor` after a collective of the ranks that writes into it."""
+        start_collective(collective, tensor, None, *arguments, group=self.axis.group).wait()
+        return tensor
 
     def scores(self, microbatch: int, targets: Tensor, training: bool) -> None:
         """S: compute the logits of the share, and with one reduction its part of the input gradient.
@@ -271,11 +267,10 @@ class SpreadVocabulary:
 
     def _facts_of_all(self, facts: Tensor) -> Tensor:
         """Return the facts of all ranks, in their order: by one all-to-all, which on gloo takes a third of its all-gather."""
-        carrier = carrier_of(facts.device, self.axis.group)
-        copies = facts.to(carrier).expand(self.axis.size, *facts.shape).contiguous()
+        copies = facts.expand(self.axis.size, *facts.shape).contiguous()
         received = torch.empty_like(copies)
-        dist.all_to_all_single(received, copies, group=self.axis.group)
-        return received.to(facts.device)
+        start_collective(dist.all_to_all_single, received, copies, group=self.axis.group).wait()
+        return received
 
     def _sum_at(self, ends: Sequence[int], part: Tensor) -> Tensor:
         """Return the sum of the ranks' parts, on the ranks that are `ends`."""
@@ -301,14 +296,8 @@ class SpreadVocabulary:
             sizes[: hidden.ndim] = torch.tensor([hidden.ndim, *hidden.shape[:-1]])
         count, *shape = self._moved(dist.broadcast, sizes.to(self.share.weight.device), self._root).tolist()
         part = self.share(self._copy_of(hidden, shape[: count - 1]))
-        widest = F.pad(part, (0, max(self.share.parts) - part.shape[-1]))
-        carrier = widest.to(carrier_of(widest.device, self.axis.group))
-        everyone = [torch.empty_like(carrier) for _ in self.share.parts]
-        dist.all_gather(everyone, carrier, group=self.axis.group)
-        if hidden is None:
-            return None
-        rows = [each[..., :size] for each, size in zip(everyone, self.share.parts, strict=True)]
-        return torch.cat(rows, -1).to(part.device)
+        everyone = start_gather_columns(part, self.axis, self.share.parts).wait()
+        return None if hidden is None else torch.cat(everyone, -1)
 
     def gradients(self, microbatch: int) -> None:
         """T: add the gradient of the share's weight; with two reductions compute its part of the input gradient, too."""

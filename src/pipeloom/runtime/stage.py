@@ -326,8 +326,6 @@ class Stage:
             state.release()
         if flight.specs is None:
             return ()
-        if not flight.read:
-            return (_leaf_gradients(group.inputs, flight.specs),)
         cut = len(group.inputs) - flight.read
         by_position = _leaf_gradients(group.inputs[:cut], flight.specs[:cut])
         by_name = zip(group.inputs[cut:], flight.specs[cut:], strict=True)
@@ -451,7 +449,7 @@ class NamedInForward:
         if self._loss is not None:
             for key, value in values.items():
                 term = declared.losses[key]
-                self.terms.append((key, self._loss.share_of_term(term, value), term.weight))
+                self.terms.append((key, self._loss.mean(value, term.loss) * self._loss.share, term.weight))
         return handed
 
     def sent(self) -> dict[str, Tensor | None]:

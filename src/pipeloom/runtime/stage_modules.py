@@ -6,7 +6,7 @@ A layer may declare named tensors that it reads and writes past other layers, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -54,8 +54,6 @@ class LayerNames:
         if not isinstance(source, Layer) or not (source.reads or source.writes or source.losses):
             return cls(name)
         reads, writes = (_by_key(name, which, getattr(source, which)) for which in ("reads", "writes"))
-        if not isinstance(source.losses, Mapping) or not all(isinstance(t, LossTerm) for t in source.losses.values()):
-            raise ConfigError(f"layer {name!r}: losses is {source.losses!r:.100}; give {{key: LossTerm(loss, weight)}}")
         _require_names(name, "losses", source.losses)
         return cls(name, reads, writes, dict(source.losses))
 
@@ -101,47 +99,35 @@ class LayerNames:
         return handed, {key: written[key] for key in self.losses}
 
 
-@dataclass(frozen=True)
-class ModelNames:
-    """The declarations of all layers of a model, with the stage position of each.
+def names_in_model(
+    layers: Sequence[LayerNames], position_of: Sequence[int]
+) -> tuple[list[NamedTensor], tuple[str, ...]]:
+    """Return the named tensors that are sent between stages, and the keys of the layers' losses in order.
 
-    Attributes:
-        tensors: the named tensors that are sent between stages.
-        terms: the keys of the losses, in order of the layers.
+    Args:
+        position_of: layer -> the position of its stage.
+
+    Raises ConfigError for a name that is read but not written before, and for two losses with one key.
     """
-
-    tensors: tuple[NamedTensor, ...]
-    terms: tuple[str, ...]
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerNames], position_of: Sequence[int]) -> ModelNames:
-        """Collect the declarations.
-
-        Raises ConfigError for a name that is read but not written before, and for two losses with one key.
-
-        Args:
-            position_of: layer -> the position of its stage.
-        """
-        writer: dict[str, int] = {}
-        readers: dict[tuple[str, int], set[int]] = {}
-        terms: dict[str, str] = {}
-        for at, layer in enumerate(layers):
-            for name in layer.reads.values():
-                if name not in writer:
-                    raise ConfigError(_unwritten(layer.layer, name, layers[at:], writer))
-                producer, here = position_of[writer[name]], position_of[at]
-                if producer != here:
-                    readers.setdefault((name, producer), set()).add(here)
-            for name in layer.writes.values():
-                writer[name] = at
-            for key in layer.losses:
-                if key in terms:
-                    raise ConfigError(
-                        f"layers {terms[key]!r} and {layer.layer!r} both have a loss {key!r}; name them apart"
-                    )
-                terms[key] = layer.layer
-        tensors = [NamedTensor(name, producer, tuple(sorted(at))) for (name, producer), at in readers.items()]
-        return cls(tuple(sorted(tensors)), tuple(terms))
+    writer: dict[str, int] = {}
+    readers: dict[tuple[str, int], set[int]] = {}
+    terms: dict[str, str] = {}
+    for at, layer in enumerate(layers):
+        for name in layer.reads.values():
+            if name not in writer:
+                raise ConfigError(_unwritten(layer.layer, name, layers[at:], writer))
+            producer, here = position_of[writer[name]], position_of[at]
+            if producer != here:
+                readers.setdefault((name, producer), set()).add(here)
+        writer |= dict.fromkeys(layer.writes.values(), at)
+        for key in layer.losses:
+            if key in terms:
+                raise ConfigError(
+                    f"layers {terms[key]!r} and {layer.layer!r} both have a loss {key!r}; name them apart"
+                )
+            terms[key] = layer.layer
+    tensors = [NamedTensor(name, producer, tuple(sorted(at))) for (name, producer), at in readers.items()]
+    return sorted(tensors), tuple(terms)
 
 
 def carrying(schedule: Schedule, tensors: Sequence[NamedTensor]) -> Schedule:
@@ -162,11 +148,7 @@ def _words(tensors: Sequence[NamedTensor]) -> str:
 
 
 def _by_key(layer: str, which: str, declared: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Return {key: name}, given names or such a dict. Raises ConfigError for anything else."""
-    if isinstance(declared, str):
-        raise ConfigError(
-            f"layer {layer!r}: {which} is the string {declared!r}; give names in a tuple, as in ({declared!r},)"
-        )
+    """Return {key: name}, given names or such a dict. Raises ConfigError for a name that is no identifier."""
     pairs = dict(declared) if isinstance(declared, Mapping) else {name: name for name in declared}
     _require_names(layer, which, [*pairs, *pairs.values()])
     return pairs
@@ -249,21 +231,10 @@ class KnownKeywords:
     others: bool
 
     @classmethod
-    def of(cls, stages: Iterable[StageModules]) -> KnownKeywords:
-        """Return the keywords of these stages' layers, without named tensors of other layers."""
-        accepted = [keywords for stage in stages for keywords in stage.keywords]
-        names = frozenset().union(*(each for each in accepted if each is not None))
-        return cls(names, any(each is None for each in accepted))
-
-    def facts(self) -> tuple[list[str], bool]:
-        """Return it as a JSON value, for `union`."""
-        return sorted(self.names), self.others
-
-    @classmethod
-    def union(cls, facts: Iterable[tuple[Iterable[str], bool]]) -> KnownKeywords:
-        """Return the keywords of all ranks, from the `facts` of each."""
-        names, others = zip(*facts, strict=True)
-        return cls(frozenset().union(*names), any(others))
+    def of(cls, accepted: Collection[Iterable[str] | None]) -> KnownKeywords:
+        """Return the keywords of layers that each take these (None: any), without named tensors of other layers."""
+        names = frozenset[str]().union(*(each for each in accepted if each is not None))
+        return cls(names, None in accepted)
 
     def require(self, method: str, given: Iterable[str]) -> None:
         """Raise UsageError, with the nearest names, for a keyword argument of `method` that no layer takes."""

@@ -87,11 +87,6 @@ def boundary_of(values: BoundaryValues) -> TensorSpecs:
     return tuple(specs)
 
 
-def gradients_of(boundary: TensorSpecs) -> TensorSpecs:
-    """Return the specs of the gradients of a message with specs `boundary`: one for each tensor that carries a gradient."""
-    return tuple(spec for spec in boundary if spec is not None and spec.carries)
-
-
 def encode(boundary: TensorSpecs) -> Tensor:
     """Return the specs as HEADER_LENGTH int64 numbers. Raises UsageError if they do not fit, or for an unsupported dtype."""
     numbers = to_numbers(boundary)
@@ -133,12 +128,6 @@ def from_numbers(flat: Iterable[int]) -> TensorSpecs:
             shape = tuple(next(numbers) for _ in range(ndim))
             specs.append(TensorSpec(_BOUNDARY_DTYPES[kind], shape, carries))
     return tuple(specs)
-
-
-def input_of(edge: Edge) -> str:
-    """Return the name of the input that an edge brings to a stage, for error messages."""
-    what = "the input" if edge.name == OUTPUT else f"tensor {edge.name!r} as an input"
-    return f"{what} of stage {edge.consumer}"
 
 
 def describe(boundary: TensorSpecs) -> str:
@@ -197,11 +186,14 @@ class ShapeCache:
         return first
 
     def of(self, message: Message) -> TensorSpecs | None:
-        """Return the specs of the tensors of `message`, or None if they are not known yet."""
+        """Return the specs of the tensors of `message`, or None if they are not known yet.
+
+        One of gradients has those of each tensor that carries one.
+        """
         boundary = self._known.get(self._key(message.edge, self.unit(message)))
         if boundary is None or message.channel.kind == "activation":
             return boundary
-        return gradients_of(boundary)
+        return tuple(spec for spec in boundary if spec is not None and spec.carries)
 
     def missing_gradients(self, message: Message) -> tuple[int, ...] | None:
         """Return the positions in a gradient message without a gradient; None if its first header has not been read yet."""
@@ -215,8 +207,10 @@ class ShapeCache:
         """Raise UsageError for a gradient where the first such message had none: its reader would drop it."""
         promised = self.missing_gradients(message)
         if promised and not set(promised) <= set(without):
+            edge = message.edge
+            what = "the input" if edge.name == OUTPUT else f"tensor {edge.name!r} as an input"
             raise UsageError(
-                f"{input_of(message.edge)} has a gradient for micro-batch {message.microbatch}; for inputs of the "
+                f"{what} of stage {edge.consumer} has a gradient for micro-batch {message.microbatch}; for inputs of the "
                 f'same shape it had none before: it depends on the data, so set shapes = "each" in RuntimeOptions'
             )
 

@@ -47,26 +47,24 @@ def make_ties(groups: Sequence[Sequence[str]], owners: Owners) -> tuple[Tie, ...
     return tuple(ties)
 
 
+def values_by_name(modules: Mapping[str, nn.Module], method: str = "named_parameters") -> dict[str, Any]:
+    """Return global name -> parameter (or buffer: "named_buffers") of these layers; one with several names under each."""
+    return {
+        f"{layer}.{name}": value
+        for layer, module in modules.items()
+        for name, value in getattr(module, method)(remove_duplicate=False)
+    }
+
+
 def unknown_names(ties: Sequence[Tie], modules: Mapping[str, nn.Module]) -> list[str]:
     """A sentence for each name in `ties` whose layer is among `modules` and has no such parameter."""
     problems = []
     for name in (name for tie in ties for name in tie.names):
         layer = layer_of(name, modules)
-        if layer is not None:
-            known = [f"{layer}.{inner}" for inner, _ in modules[layer].named_parameters(remove_duplicate=False)]
-            if name not in known:
-                problems.append(f"tied: no parameter is called {name!r}{did_you_mean(name, known)}")
+        known = [name] if layer is None else values_by_name({layer: modules[layer]})
+        if name not in known:
+            problems.append(f"tied: no parameter is called {name!r}{did_you_mean(name, known)}")
     return problems
-
-
-def frozen_names(modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the parameters among `modules` that do not train."""
-    return [
-        f"{layer}.{inner}"
-        for layer, module in modules.items()
-        for inner, parameter in module.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    ]
 
 
 def replica_ties(modules: Mapping[str, nn.Module], owners: Owners, tied: Sequence[Tie]) -> tuple[Tie, ...]:
@@ -215,8 +213,8 @@ class SharedParameters:
 
     def add_layer(self, name: str, module: nn.Module) -> None:
         """The layer `name` is `module`; call it before the module's parameters are moved or replaced."""
-        for inner, parameter in module.named_parameters(remove_duplicate=False):
-            self._objects.setdefault(f"{name}.{inner}", parameter)
+        for inner, parameter in values_by_name({name: module}).items():
+            self._objects.setdefault(inner, parameter)
 
     def keys(self, rank: int) -> dict[str, str]:
         """Return name -> key of each object that has several names here or a key in every process."""
@@ -273,14 +271,9 @@ def _referred(layer: Any) -> list[Any]:
 
 def merged(groups: Sequence[Sequence[str]]) -> Groups:
     """Groups that have a name in common are one; names keep the order in which they come."""
-    disjoint: list[dict[str, None]] = []
+    disjoint: Groups = []
     for names in groups:
-        together = dict.fromkeys(names)
-        apart: list[dict[str, None]] = []
-        touched: list[dict[str, None]] = []
-        for other in disjoint:
-            (touched if together.keys() & other.keys() else apart).append(other)
-        for other in reversed(touched):
-            together = {**other, **together}
-        disjoint = [*apart, together]
-    return [tuple(names) for names in disjoint]
+        touched = [other for other in disjoint if not set(other).isdisjoint(names)]
+        together = tuple(dict.fromkeys(name for group in (*touched, names) for name in group))
+        disjoint = [*(other for other in disjoint if other not in touched), together]
+    return disjoint

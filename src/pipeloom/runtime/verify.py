@@ -31,19 +31,19 @@ from pipeloom.runtime.batch import (
     batch_rows,
     chosen_sizes,
     join,
+    require_targets,
     split_batch,
 )
 from pipeloom.runtime.loss import Loss
 from pipeloom.runtime.options import RuntimeOptions
 from pipeloom.runtime.pipeline import LocalPipeline, call_before_layers, layers_of_ranks
 from pipeloom.runtime.stage_modules import LayerSource, build_stage, layer_name, require_arguments
-from pipeloom.runtime.tied_weights import Tie, layer_of, share
+from pipeloom.runtime.tied_weights import Tie, layer_of, share, values_by_name
 from pipeloom.schedule.actions import Action, kind_of, unit_words
 from pipeloom.schedule.model import Schedule, actions_of
 
-_RATE = (
-    0.01  # of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss
-)
+# Of the optimizer's steps, along gradients of norm 1: large enough for a wrong step to show in the next loss.
+_RATE = 0.01
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of rounding; what breaks the contract differs by more
 _COARSE = 0.05  # of dtypes of 16 bits and less
 _OF_LOSS = 1e-6  # at least: a pipeline returns its loss in fp32
@@ -134,31 +134,20 @@ def verify(
         UsageError: layers that cannot be copied; and what a pipeline refuses.
     """
     require_arguments(layers, schedule, loss)
+    require_targets("verify", targets)
     require_types(verify, {"tolerance": tolerance, "options": options})
     require_whole("steps", steps)
     if tolerance:  # 0: bit for bit
         require_positive("tolerance", tolerance)
     kinds = {action.kind for action in actions_of(schedule)}
     report = Verified(unseen=tuple(sorted(kind for kind in kinds if kind_of(kind).of_stage)))
+    weighing = Weighing(weight, ignore_index, shared_targets=options.shared_targets)
+    batch = _Batch(inputs, targets, keywords, weighing, options.microbatch_sizes)
     with seeded(0):
         for recompute in ("none", "full"):
-            sides = _Sides(
-                _copied(layers),
-                _copied(layers),
-                schedule,
-                loss,
-                replace(options, recompute=recompute),
-                _Batch(
-                    inputs,
-                    targets,
-                    keywords,
-                    Weighing(weight, ignore_index, shared_targets=options.shared_targets),
-                    options.microbatch_sizes,
-                ),
-                tied=tied,
-                stages=stages,
-                tolerance=tolerance,
-            )
+            models = _copied(layers), _copied(layers)
+            run = replace(options, recompute=recompute)
+            sides = _Sides(*models, schedule, loss, run, batch, tied=tied, stages=stages, tolerance=tolerance)
             with _without_gradients([each for each in (*layers, loss) if isinstance(each, nn.Module)]) as changed:
                 for step in range(steps):
                     sides.compare_step(step, report)
@@ -196,9 +185,8 @@ class _Call(NamedTuple):
     slice: int = 0
 
 
-OutputSums = tuple[
-    complex, float
-]  # of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference
+OutputSums = tuple[complex, float]
+"""Sums of a layer's outputs, weighted by place, and of their magnitudes: enough to see a difference."""
 
 
 class _Outputs:
@@ -257,7 +245,8 @@ class _Batch:
     def of(self, step: int) -> tuple[Any, Any, dict[str, Any]]:
         """Return the inputs, targets and keyword arguments of a step: the rows in turn, each step beginning one row later."""
         rows = batch_rows(as_inputs(self.inputs))
-        return _rolled(self.inputs, rows, step), _rolled(self.targets, rows, step), _rolled(self.keywords, rows, step)
+        inputs, targets, keywords = _rolled((self.inputs, self.targets, self.keywords), rows, step)
+        return inputs, targets, keywords
 
     def parts(self, step: int, count: int) -> Microbatches:
         inputs, targets, keywords = self.of(step)
@@ -303,9 +292,9 @@ class _Sides:
         self.modules = dict(zip(names, self.plain.modules, strict=True))
         for names_of_one in tied:
             share(Tie(tuple(names_of_one), ()), self.modules)
-        self.parameters = _named(self.modules, "named_parameters")
+        self.parameters = values_by_name(self.modules)
         self.stage_of = {name: at for at, which in enumerate(self.pipeline.layer_names) for name in which}
-        state = {**self.parameters, **_named(self.modules, "named_buffers")}
+        state = {**self.parameters, **values_by_name(self.modules, "named_buffers")}
         with torch.no_grad():
             for name, value in self.pipeline.state_dict().items():
                 state[name].copy_(value)
@@ -328,7 +317,7 @@ class _Sides:
         inputs, targets, keywords = self.batch.of(step)
         for parameter in self.parameters.values():
             parameter.grad = None
-        expected = self._serial_step(self.batch.parts(step, self.pipeline.schedule.microbatches))
+        expected = self._serial_step()
         self.pipeline.zero_grad()
         actual = self.pipeline.step(inputs, targets, **keywords).item()
         self._compare_outputs("results")
@@ -354,27 +343,27 @@ class _Sides:
             module.eval()
         inputs, targets, keywords = self.batch.of(step)
         try:
-            shares = [share for _, share in self._serial_forwards(step)]
+            with torch.no_grad():
+                shares = [share for _, share in self._serial_forwards(step)]
         except Exception:
             return  # layers that one process cannot evaluate either, such as those with hooks on gradients
         loss = self.pipeline.evaluate(inputs, targets, **keywords)
         self._compare_outputs("evaluation")
         self._compare_loss("the loss of evaluate", loss.item(), sum(float(share) for share in shares), "evaluation")
         inputs, targets, keywords = self.batch.of(step + 1)
-        outputs = join([output for output, _ in self._serial_forwards(step + 1)])
+        with torch.no_grad():
+            outputs = join([output for output, _ in self._serial_forwards(step + 1)])
         for got, want in zip(_strided(self.pipeline.predict(inputs, **keywords)), _strided(outputs), strict=True):
             self._compare("the output of predict", got, want, "evaluation")
         self._compare_buffers()
 
-    @torch.no_grad()
-    def _serial_forwards(self, step: int) -> list[tuple[Any, Tensor | float]]:
+    def _serial_forwards(self, step: int) -> Iterator[tuple[Any, Tensor | float]]:
         parts = self.batch.parts(step, self.pipeline.schedule.microbatches)
-        return [self._serial_forward(parts, at) for at in range(parts.count)]
+        return (self._serial_forward(parts, at) for at in range(parts.count))
 
-    def _serial_step(self, parts: Microbatches) -> float:
+    def _serial_step(self) -> float:
         total = 0.0
-        for at in range(parts.count):
-            _, loss = self._serial_forward(parts, at)
+        for _, loss in self._serial_forwards(self._step):
             if isinstance(loss, Tensor):
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -424,32 +413,34 @@ class _Sides:
         self.expected.sums.clear()
 
     def _compare_buffers(self) -> None:
-        expected = _named(self.modules, "named_buffers")
+        expected = values_by_name(self.modules, "named_buffers")
         for layer, module in layers_of_ranks(self.pipeline):
-            for name, got in _named({layer: module}, "named_buffers").items():
+            for name, got in values_by_name({layer: module}, "named_buffers").items():
                 want = expected.get(name)
                 if want is not None and want.layout is torch.strided and not torch.equal(got, want):
                     self._compare(f"buffer {self._place(name)}", got, want, "buffers")
 
     def _compare_loss(self, what: str, got: float, want: float, rule: Rule) -> float:
-        error = relative_error(torch.tensor(got), torch.tensor(want))
-        if not error <= max(self.tolerance, _OF_LOSS):
-            self._refuse(what, error, rule)
-        return error
+        return self._compare(what, torch.tensor(got), torch.tensor(want), rule, rounding=_OF_LOSS)
 
-    def _compare(self, what: str, got: Tensor | None, want: Tensor | None, rule: Rule, least: float = 0.0) -> float:
-        """Return the relative difference. Raises VerifyError above the tolerance."""
+    def _compare(
+        self,
+        what: str,
+        got: Tensor | None,
+        want: Tensor | None,
+        rule: Rule,
+        least: float = 0.0,
+        rounding: float = 0.0,
+    ) -> float:
+        """Return the relative difference. Raises VerifyError above the tolerance and what is nothing but `rounding`."""
         error = relative_error(got, want, least)
-        if not error <= self.tolerance:
+        if not error <= max(self.tolerance, rounding):
             self._refuse(what, error, rule)
         return error
 
     def _refuse(self, what: str, error: float, rule: Rule) -> None:
-        how = (
-            f"by {100 * error:.2g} % of its largest value"
-            if error < float("inf")
-            else "altogether (missing or not finite in one)"
-        )
+        share = f"by {100 * error:.2g} % of its largest value"
+        how = share if error < float("inf") else "altogether (missing or not finite in one)"
         recomputed = "" if not self.recomputes else ", with every layer recomputed"
         rule = "recomputation" if self.recomputes else rule
         name = self.pipeline.schedule.name or "the schedule"
@@ -502,14 +493,6 @@ def _apart(layer: LayerSource, name: str, memo: dict[int, Any]) -> LayerSource:
         return module if isinstance(module, torch.jit.ScriptModule) else copy.deepcopy(module, memo)
 
     return replace(layer, build=build) if isinstance(layer, Layer) else Layer(name, build)
-
-
-def _named(modules: Mapping[str, nn.Module], method: str) -> dict[str, Any]:
-    return {
-        f"{layer}.{name}": value
-        for layer, m in modules.items()
-        for name, value in getattr(m, method)(remove_duplicate=False)
-    }
 
 
 def _rolled(value: Any, rows: int, by: int) -> Any:

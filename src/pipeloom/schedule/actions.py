@@ -23,6 +23,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.limits import of_annotated_types, require_types
 
 KindName = str  # the letter of a kind
 Resource = Literal["computation", "communication", "inside"]  # of segments; inside: links inside a node
@@ -311,6 +312,7 @@ TIMES = tuple(dict.fromkeys(kind.time for kind in _BUILT_IN if isinstance(kind.t
 """The names that `Kind.time` may have."""
 
 
+@of_annotated_types
 def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | None = None) -> Kind:
     """Add a kind of action; every process that reads or runs schedules with it registers it first, in the same order.
 
@@ -323,21 +325,19 @@ def register_kind(kind: Kind, execute: Callable[[tuple[Any, ...], int], None] | 
     Raises UsageError for a letter that is taken, a kind that makes one of EVENTS, and an attribute of another form.
     """
     kind = kind if execute is None else replace(kind, execute=execute)
-    names = (*kind.makes, *kind.frees, kind.queue, *(need.value for need in kind.needs if isinstance(need, Need)))
+    require_types(Kind, vars(kind))
+    names = (*kind.makes, *kind.frees, kind.queue, *(need.value for need in kind.needs))
     numbers = (*kind.colour, kind.time) if not isinstance(kind.time, str) else kind.colour
     problems = {
         "its letter is 1 to 16 capital letters": re.fullmatch(r"[A-Z]{1,16}", kind.letter),
         f"{kind.letter!r:.200} exists already": kind.letter not in _KINDS,
         f"{', '.join(kind.produces)} cannot be made by a registered kind": not kind.produces,
-        "needs is a tuple of Need(value, step), with a step of -1, 0 or 1": all(
-            isinstance(need, Need) and need.step in (-1, 0, 1) for need in kind.needs
-        ),
+        "the step of a Need is -1, 0 or 1": all(need.step in (-1, 0, 1) for need in kind.needs),
         "values and queues are names": all(isinstance(name, str) and name for name in names),
         f"time is a number of at least 0, or one of {', '.join(TIMES)}": kind.time in TIMES
         if isinstance(kind.time, str)
-        else isinstance(kind.time, (int, float)) and kind.time >= 0,
-        "colour is 3 numbers in a tuple": isinstance(kind.colour, tuple) and len(kind.colour) == 3,
-        "times and colours are finite numbers": all(isinstance(n, (int, float)) and math.isfinite(n) for n in numbers),
+        else kind.time >= 0,
+        "times and colours are finite": all(map(math.isfinite, numbers)),
         f"there are {MOST_KINDS} kinds already": len(_KINDS) < MOST_KINDS,
     }
     for rule, holds in problems.items():

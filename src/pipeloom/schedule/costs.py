@@ -225,51 +225,49 @@ class Costs:
 
     def collective(self, name: str, stages: int) -> tuple[float, ...]:
         """Return the time by stage in which the bytes called `name` are gathered or summed over the replicas; without bytes 0."""
-        amounts = self._spread(f"bytes[{name!r}]", dict(self.bytes).get(name, 0.0), stages)
+        amounts = self._bytes_of(name, stages) or (0.0,) * stages
         return tuple(amount / self.collective_bandwidth for amount in amounts)
 
     def bytes_in(self, pool: str, stages: int) -> dict[str, tuple[float, ...]]:
         """name -> bytes by stage of what is in `pool`; raises as `per_stage`."""
-        places, amounts = dict(self.pools), dict(self.bytes)
-        names = [name for name in amounts if places.get(whole_of(name), DEVICE) == pool]
-        return {name: self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in names}
+        places, named = dict(self.pools), ((name, self._bytes_of(name, stages)) for name in dict(self.bytes))
+        return {name: sizes for name, sizes in named if sizes and places.get(whole_of(name), DEVICE) == pool}
+
+    def _bytes_of(self, name: str, stages: int) -> tuple[float, ...] | None:
+        """stage -> the bytes called `name`; None where they are not given."""
+        amounts = dict(self.bytes)
+        return self._spread(f"bytes[{name!r}]", amounts[name], stages) if name in amounts else None
 
     def share_of(self, value: str, stages: int) -> tuple[float, ...]:
         """stage -> the share of the whole that a part has, or parts together (`saved:mlp+norms`); raises as `per_stage`."""
         whole, _, part = value.partition(":")
-        amounts = dict(self.bytes)
-        if value not in amounts or whole not in amounts:
-            if "+" not in part:
-                return (_equal_share(part, 0.0),) * stages
-            shares = (self.share_of(f"{whole}:{each}", stages) for each in part.split("+"))
-            return tuple(min(1.0, sum(each)) for each in zip(*shares, strict=True))
-        sizes = (self._spread(f"bytes[{name!r}]", amounts[name], stages) for name in (value, whole))
-        return tuple(min(1.0, size / total) if total else 0.0 for size, total in zip(*sizes, strict=True))
+        sizes, totals = (self._bytes_of(name, stages) for name in (value, whole))
+        if sizes and totals:
+            return tuple(min(1.0, size / total) if total else 0.0 for size, total in zip(sizes, totals, strict=True))
+        if "+" not in part:
+            return (_equal_share(part, 0.0),) * stages
+        shares = (self.share_of(f"{whole}:{each}", stages) for each in part.split("+"))
+        return tuple(min(1.0, sum(each)) for each in zip(*shares, strict=True))
 
     def saved(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that one micro-batch saves on each stage; without bytes, the part of `activation` beyond `kept`."""
-        return self._bytes_or_share(SAVED, [1 - share for share in self.per_stage("kept", stages)])
+        shares, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
+        return self._bytes_of(SAVED, stages) or tuple(
+            (1 - share) * a for share, a in zip(shares, activation, strict=True)
+        )
 
     def kept_bytes(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that R of one micro-batch needs on each stage; without bytes, the share `kept` of `activation`."""
-        return self._bytes_or_share(KEPT, self.per_stage("kept", stages))
-
-    def _bytes_or_share(self, name: str, shares: Sequence[float]) -> tuple[float, ...]:
-        """Return the bytes called `name` on each stage; without them these shares of `activation`."""
-        amounts = dict(self.bytes)
-        if name in amounts:
-            return self._spread(f"bytes[{name!r}]", amounts[name], len(shares))
-        return tuple(map(mul, shares, self.per_stage("activation", len(shares))))
+        shares, activation = self.per_stage("kept", stages), self.per_stage("activation", stages)
+        return self._bytes_of(KEPT, stages) or tuple(map(mul, shares, activation))
 
     def while_running(self, value: str, stages: int) -> tuple[float, ...] | None:
         """stage -> the size of one of `WHILE_RUNNING`, in the unit of `activation`; None without such bytes."""
-        amounts = dict(self.bytes)
-        if value not in amounts or SAVED not in amounts:
+        held, saved, inputs = (self._bytes_of(name, stages) for name in (value, SAVED, KEPT))
+        if held is None or saved is None:
             return None
-        held, saved, inputs = (
-            self._spread(f"bytes[{name!r}]", amounts.get(name, 0.0), stages) for name in (value, SAVED, KEPT)
-        )
-        shares = (min(1.0, one / ((most + rest) or 1.0)) for one, most, rest in zip(held, saved, inputs, strict=True))
+        wholes = map(add, saved, inputs or (0.0,) * stages)
+        shares = (min(1.0, one / (whole or 1.0)) for one, whole in zip(held, wholes, strict=True))
         return tuple(map(mul, shares, self.per_stage("activation", stages)))
 
     def _spread(self, name: str, value: Any, stages: int) -> tuple[float, ...]:

@@ -46,6 +46,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
     write_as(path, {".json": lambda: to_json(schedule), ".csv": lambda: to_csv(schedule)})
 
 
+@of_annotated_types
 def write_as(path: str | Path, forms: Mapping[str, Callable[[], str]]) -> None:
     """Write a file in the form that its extension names. Raises UsageError for another one, and where it cannot be written."""
     where = Path(path)

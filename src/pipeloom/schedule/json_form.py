@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeloom.errors import ScheduleError, UsageError, shortened
@@ -42,28 +41,11 @@ def to_dict(schedule: Schedule) -> dict[str, Any]:
     -> rank), routes, route_of (micro-batch -> route), programs (rank -> cells as in the CSV form), and where stages read
     tensors by name, tensors ([name, position of the producer, positions of the consumers] of each); where it has slots, slots
     (value -> how many); where sequences are cut, slices (how many)."""
-    return {**_head(schedule), "programs": list(_programs_of(schedule)), **_more_of(schedule)}
-
-
-def to_json(schedule: Schedule) -> str:
-    """`to_dict` as text, one line."""
-    return "".join(parts_of_json(schedule)) + "\n"
-
-
-def parts_of_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yield the text of `to_dict(schedule) | more` in parts, one for each rank, so that the whole is never in memory.
-
-    Args:
-        more: keys that `to_dict` does not have.
-    """
-    yield json.dumps(_head(schedule), allow_nan=False)[:-1] + ', "programs": ['
-    for rank, program in enumerate(_programs_of(schedule)):
-        yield (", " if rank else "") + json.dumps(program)
-    tail = json.dumps({**_more_of(schedule), **(more or {})}, allow_nan=False)
-    yield "]" + (", " if len(tail) > 2 else "") + tail[1:]
-
-
-def _head(schedule: Schedule) -> dict[str, Any]:
+    more = {
+        "tensors": [[tensor.name, tensor.producer, list(tensor.consumers)] for tensor in schedule.tensors],
+        "slots": dict(schedule.slots),
+        "slices": schedule.slices if schedule.slices > 1 else None,
+    }
     return {
         "format": SCHEDULE_FORMAT,
         "name": schedule.name,
@@ -73,18 +55,14 @@ def _head(schedule: Schedule) -> dict[str, Any]:
         "placement": list(schedule.placement),
         "routes": [list(route) for route in schedule.routes],
         "route_of": list(schedule.route_of),
+        "programs": [[str(schedule.decode(code)) for code in program] for program in schedule.codes],
+        **{key: value for key, value in more.items() if value},
     }
 
 
-def _programs_of(schedule: Schedule) -> Iterator[list[str]]:
-    return ([str(schedule.decode(code)) for code in program] for program in schedule.codes)
-
-
-def _more_of(schedule: Schedule) -> dict[str, Any]:
-    tensors = [[tensor.name, tensor.producer, list(tensor.consumers)] for tensor in schedule.tensors]
-    values: dict[str, Any] = {"tensors": tensors, "slots": dict(schedule.slots)}
-    values["slices"] = schedule.slices if schedule.slices > 1 else None
-    return {key: value for key, value in values.items() if value}
+def to_json(schedule: Schedule) -> str:
+    """`to_dict` as text, one line."""
+    return json.dumps(to_dict(schedule), allow_nan=False) + "\n"
 
 
 def from_json(text: str, source: str = "json") -> Schedule:

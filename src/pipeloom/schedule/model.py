@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from pipeloom.errors import ScheduleError, UsageError, echo
-from pipeloom.limits import of_annotated_types, require_schedule
+from pipeloom.limits import of_annotated_types, require_schedule, require_types
 from pipeloom.schedule.actions import (
     BASIC_KINDS,
     COMPUTE,
@@ -113,6 +113,7 @@ class Schedule:
             )
         _check_tensors(self.tensors, self.positions)
 
+    @of_annotated_types
     def with_tensors(self, tensors: Iterable[NamedTensor | tuple[str, int, Sequence[int]]]) -> Schedule:
         """Return this schedule with messages for tensors that stages read by name.
 
@@ -127,7 +128,8 @@ class Schedule:
         """
         return replace(self, tensors=tuple(sorted(NamedTensor(n, p, tuple(sorted(c))) for n, p, c in tensors)))
 
-    def with_slots(self, slots: Mapping[str, float]) -> Schedule:
+    @of_annotated_types
+    def with_slots(self, slots: Mapping[str, Any]) -> Schedule:
         """Return this schedule with at most so many of each value on a rank, copies in progress included.
 
         An entry that makes one waits until enough of the entries before it in the program have freed theirs. Only schedules
@@ -160,6 +162,8 @@ class Schedule:
         Raises ScheduleError for a stage, rank, micro-batch or slice out of range. Does not check that the programs are complete
         and free of deadlock; `check` does.
         """
+        sizes = {"placement": placement, "microbatches": microbatches, "routes": routes, "route_of": route_of}
+        require_types(cls.of, {**sizes, "name": name, "options": options})  # the programs may be long
         _check_sizes(len(programs), microbatches, placement, slices)
         chosen_routes = tuple(map(tuple, routes)) if routes is not None else (tuple(range(len(placement))),)
         chosen_route_of = tuple(route_of) if route_of is not None else (0,) * microbatches
@@ -539,6 +543,14 @@ def unit_action(schedule: Schedule, letter: str, stage: int, unit: int) -> Actio
 def parts(cell: Cell) -> tuple[Action, ...]:
     """The one action of `cell`, or a pair's two."""
     return (cell.forward, cell.backward) if isinstance(cell, Pair) else (cell,)
+
+
+def steady_entries(program: Sequence[Cell]) -> tuple[int, int]:
+    """Return the positions of the first backward (the length, if there is none) and of the last forward (-1)."""
+    kinds_of = [[kind_of(action.kind) for action in parts(cell)] for cell in program]
+    backwards = (at for at, entry in enumerate(kinds_of) if any(kind.is_backward for kind in entry))
+    forwards = (at for at, entry in enumerate(kinds_of) if any(kind.is_forward for kind in entry))
+    return next(backwards, len(program)), max(forwards, default=-1)
 
 
 ValueKey = tuple[str, int, int]  # name, stage, and unit: -1 for a value of the stage

@@ -106,7 +106,7 @@ def copies_beside(
     )
 
 
-def offload_share(schedule: Schedule, share: str | None, costs: Costs | None) -> Schedule:
+def offload_share(schedule: Schedule, share: str | None = None, costs: Costs | None = None) -> Schedule:
     """Return `offload` of a share written `3/4`: the first three of four equal parts; None: of the whole; or `offload_kept`."""
     if share == KEPT:
         return offload_kept(schedule, costs)

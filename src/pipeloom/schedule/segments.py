@@ -229,54 +229,30 @@ def exposed(block: Sequence[ScheduledSegment]) -> float:
     return length(block) - sum(s.end - s.start for s in block if s.resource == "computation")
 
 
-@dataclass(frozen=True)
-class SegmentCosts:
-    """The layers of every stage; one stage given stands for all.
+def segment_costs(stages: Sequence[LayerSequence], **others: Any) -> Costs:
+    """F, I, W, B alone, F|B, F|I and the share of all-to-all, from the segments.
 
-    Attributes:
-        stages: stage -> its layers.
-        split: whether W is cut from I inside a block, to run beside I's all-to-all.
+    F and I alone hide the all-to-all of their own chunks, if any; B alone hides it behind W. `all_to_all` is the share of F + I
+    in which nothing computes.
+
+    Args:
+        stages: stage -> its layers; one stage stands for all.
+        others: all else of `Costs` (p2p ...).
     """
-
-    stages: tuple[tuple[LayerSegments, ...], ...]
-    split: bool = True
-
-    @classmethod
-    def uniform(cls, layer: LayerSegments, layers: int = 1, split: bool = True) -> SegmentCosts:
-        """Every stage of `layers` such layers."""
-        return cls(((layer,) * layers,), split)
-
-    def pair(self, forward: int, backward: int, weights: bool = True) -> float:
-        """Time of F of one stage with B of another; without `weights`, of F|I."""
-        return length(run_block(self.stages[forward], self.stages[backward], self._weights if weights else "later"))
-
-    @property
-    def _weights(self) -> WeightGradMode:
-        return "split" if self.split else "fused"
-
-    def costs(self, **others: Any) -> Costs:
-        """F, I, W, B alone, F|B, F|I and the share of all-to-all, from the segments; `others`: all else of `Costs` (p2p ...).
-
-        F and I alone hide the all-to-all of their own chunks, if any; B alone hides it behind W where `split`. `all_to_all` is
-        the share of F + I in which nothing computes.
-        """
-        alone = [(run_block(layers, ()), run_block((), layers, "later")) for layers in self.stages]
-        forward, input_grad = zip(*(map(length, both) for both in alone), strict=True)
-        talk = [sum(map(exposed, both)) for both in alone]
-        whole = map(add, forward, input_grad)
-        count = range(len(self.stages))
-        times: dict[str, Sequence[Any]] = {
-            "forward": forward,
-            "input_grad": input_grad,
-            "weight_grad": [
-                sum(x.attention.weight_grad + x.experts.weight_grad for x in layers) for layers in self.stages
-            ],
-            "backward": [length(run_block((), layers, self._weights)) for layers in self.stages],
-            "all_to_all": [moved / time if time else 0.0 for moved, time in zip(talk, whole, strict=True)],
-            "pair": [tuple(self.pair(s, t) for t in count) for s in count],
-            "pair_split": [tuple(self.pair(s, t, False) for t in count) for s in count],
-        }
-        return replace(Costs(**others), **{name: _spread(values) for name, values in times.items()})
+    alone = [(run_block(layers, ()), run_block((), layers, "later")) for layers in stages]
+    forward, input_grad = zip(*(map(length, both) for both in alone), strict=True)
+    talk = [sum(map(exposed, both)) for both in alone]
+    whole = map(add, forward, input_grad)
+    times: dict[str, Sequence[Any]] = {
+        "forward": forward,
+        "input_grad": input_grad,
+        "weight_grad": [sum(x.attention.weight_grad + x.experts.weight_grad for x in layers) for layers in stages],
+        "backward": [length(run_block((), layers)) for layers in stages],
+        "all_to_all": [moved / time if time else 0.0 for moved, time in zip(talk, whole, strict=True)],
+        "pair": [tuple(length(run_block(here, there)) for there in stages) for here in stages],
+        "pair_split": [tuple(length(run_block(here, there, "later")) for there in stages) for here in stages],
+    }
+    return replace(Costs(**others), **{name: _spread(values) for name, values in times.items()})
 
 
 def _spread(values: Sequence[Any]) -> Any:

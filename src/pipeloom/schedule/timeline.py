@@ -47,7 +47,7 @@ from pipeloom.schedule.costs import (
     remade_shares,
 )
 from pipeloom.schedule.graph import EntryWait, Graph, entry_waits
-from pipeloom.schedule.model import Schedule, parts
+from pipeloom.schedule.model import Schedule, parts, steady_entries
 
 Objective = Literal["makespan", "span"]
 """The value by which schedules are compared: the makespan, or the largest span of a rank."""
@@ -141,10 +141,6 @@ class Idle(NamedTuple):
     warmup: float
     steady: float
     cooldown: float
-
-    @property
-    def total(self) -> float:
-        return self.warmup + self.steady + self.cooldown
 
 
 @dataclass(frozen=True, repr=False)
@@ -258,12 +254,10 @@ class Timeline:
     def _phases(self, rank: int) -> Idle:
         entries = self._computations[rank]
         starts, ends = ([row[rank][at] for at in entries] for row in (self.starts, self.ends))
-        program = [self.schedule.programs[rank][at] for at in entries]
+        backward, forward = steady_entries([self.schedule.programs[rank][at] for at in entries])
         origin = self.begin
-        backward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_backward for a in parts(cell))]
-        forward = [at for at, cell in enumerate(program) if any(kind_of(a.kind).is_forward for a in parts(cell))]
-        first = starts[backward[0]] if backward else origin + self.makespan
-        last = max(ends[forward[-1]] if forward else origin, first)
+        first = starts[backward] if backward < len(starts) else origin + self.makespan
+        last = max(ends[forward] if forward >= 0 else origin, first)
         gaps = list(zip([origin, *ends], [*starts, origin + self.makespan], strict=True))  # one gap where nothing runs
 
         def within(low: float, high: float) -> float:

@@ -12,7 +12,8 @@ import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from inspect import Parameter, getdoc, signature
 
 from pipeloom.errors import UsageError, did_you_mean
 from pipeloom.schedule.actions import EMBEDDED, HIDDEN, PART, SAVED, SUMS, Action, Cell, kind_number, kind_of, whole_of
@@ -73,7 +74,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
     """
     even = parity % 2 if schedule.microbatches > 1 else 0
 
-    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
+    def cells(action: Action) -> tuple[Cell, ...]:
         kind, mb = action.kind, action.microbatch
         if kind == "B" and mb % 2 == even:
             return action._replace(kind="I"), action._replace(kind="W")
@@ -81,7 +82,7 @@ def half_split(schedule: Schedule, parity: int = 0) -> Schedule:
             return (action._replace(kind="B"),)
         return () if kind == "W" and mb % 2 != even else (action,)
 
-    return _rewritten(schedule, cells)
+    return schedule.with_programs(_rewritten(schedule, cells))
 
 
 @of_schedule
@@ -95,14 +96,14 @@ def merge_backward(schedule: Schedule, backwards: Collection[tuple[int, int]] | 
     """
     merged = None if backwards is None else frozenset(backwards)
 
-    def cells(rank: int, action: Action) -> tuple[Cell, ...]:
+    def cells(action: Action) -> tuple[Cell, ...]:
         if action.kind not in ("I", "W") or (
             merged is not None and (action.stage, schedule.unit_of(action)) not in merged
         ):
             return (action,)
         return (action._replace(kind="B"),) if action.kind == "I" else ()
 
-    return _rewritten(schedule, cells)
+    return schedule.with_programs(_rewritten(schedule, cells))
 
 
 @of_schedule
@@ -120,7 +121,16 @@ def split_cooldown(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     before, _ = schedule.neighbours
     places = schedule.placement
     awaited = [other is not None and places[other] != places[stage] for stage, other in enumerate(before)]
-    cooldowns = [_Cooldown.split(schedule, rank, awaited) for rank in range(schedule.ranks)]
+    stride, units = schedule._kind_stride, schedule.units
+
+    def due(code: int) -> bool:
+        letter = schedule.kinds[code // stride].letter
+        return letter in ("I", "W") or (letter == "B" and awaited[code % stride // units])
+
+    tails = [_behind_last_forward(schedule, rank)[1] for rank in range(schedule.ranks)]
+    cooldowns = [
+        _Cooldown.of(schedule, rank, [code % stride for code in tail if due(code)]) for rank, tail in enumerate(tails)
+    ]
     shortest = _with_weights_in_waits(schedule, cooldowns, costs, at_most=schedule)
     options = dict(schedule.options) | {"cooldown": "split"}
     return replace(shortest, options=tuple(sorted(options.items())))
@@ -151,7 +161,13 @@ def defer_last_stage_weights(schedule: Schedule, last: int = 0, costs: Costs | N
             f"{schedule.microbatches}, or 0 for all"
         )
     ends = frozenset(route[-1] for route in schedule.routes)
-    cooldowns = [_Cooldown.deferred(schedule, rank, ends, last) for rank in range(schedule.ranks)]
+    stride, limit, units = schedule._kind_stride, schedule._pair_stride, schedule.units
+
+    def at_end(code: int) -> bool:
+        return schedule.kinds[code // stride].letter in ("B", "I") and code % stride // units in ends
+
+    backwards = [[code % limit % stride for code in program if at_end(code % limit)] for program in schedule.codes]
+    cooldowns = [_Cooldown.of(schedule, rank, each[-last * schedule.slices :]) for rank, each in enumerate(backwards)]
     return _with_weights_in_waits(schedule, cooldowns, costs)
 
 
@@ -170,53 +186,17 @@ class _Cooldown:
     weights: Mapping[int, int]
 
     @classmethod
-    def split(cls, schedule: Schedule, rank: int, awaited: Sequence[bool]) -> _Cooldown:
-        """Split every B of the cool-down whose stage is `awaited`: another rank waits for its input gradient."""
-        stride = schedule._kind_stride
-        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
-        head, tail = _behind_last_forward(schedule, rank)
-        rest: list[int] = []
-        weights: dict[int, int] = {}
-        for code in tail:
-            place = code % stride
-            if code - place == weight_grad:
-                weights.setdefault(input_grad + place, code)
-                continue
-            if code - place == backward and awaited[place // schedule.units]:
-                code = input_grad + place
-            if code - place == input_grad:
-                weights.setdefault(code, weight_grad + place)
-            rest.append(code)
-        return cls(head, tuple(rest), weights)
-
-    @classmethod
-    def deferred(cls, schedule: Schedule, rank: int, ends: Collection[int], last: int) -> _Cooldown:
-        """Split every B of the stages `ends`, and leave the last `last` W (0: all) of them to be placed."""
-        stride, limit, units = schedule._kind_stride, schedule._pair_stride, schedule.units
-        backward, input_grad, weight_grad = (kind_number(letter) * stride for letter in "BIW")
-
-        def place_of(code: int) -> int | None:
-            """Stage and unit of a backward of one of the `ends`; None for anything else."""
-            code, place = code % limit, code % limit % stride
-            is_end = place // units in ends and code - place in (backward, input_grad)
-            return place if is_end else None
-
-        places = [place for code in schedule.codes[rank] if (place := place_of(code)) is not None]
-        delayed = set(places[-last * schedule.slices :] if last else places)
+    def of(cls, schedule: Schedule, rank: int, places: Iterable[int]) -> _Cooldown:
+        """Split every B of these places (stage and unit), and leave their W to be placed."""
+        backward, input_grad, weight_grad = (kind_number(letter) * schedule._kind_stride for letter in "BIW")
+        weights = {input_grad + place: weight_grad + place for place in places}
+        apart, placed, limit = input_grad - backward, set(weights.values()), schedule._pair_stride
 
         def rewritten(program: Program) -> Program:
-            codes: list[int] = []
-            for code in program:
-                place = place_of(code)
-                if place in delayed and code % limit - place == backward:
-                    codes.append(code - backward + input_grad)
-                elif not (code - code % stride == weight_grad and code % stride in delayed):
-                    codes.append(code)
-            return tuple(codes)
+            return tuple(code + apart * (code % limit + apart in weights) for code in program if code not in placed)
 
         head, tail = _behind_last_forward(schedule, rank)
-        due = [place for place in places if place in delayed]
-        return cls(rewritten(head), rewritten(tail), {input_grad + place: weight_grad + place for place in due})
+        return cls(rewritten(head), rewritten(tail), weights)
 
     @property
     def late(self) -> Program:
@@ -279,6 +259,7 @@ def _with_weights_in_waits(
 # -- recomputation ------------------------------------------------------------------------------------------------------
 
 
+@of_schedule
 def recompute(
     schedule: Schedule, whole: bool = False, actions: Collection[tuple[int, int]] | None = None, part: str = ""
 ) -> Schedule:
@@ -369,12 +350,8 @@ def cut_stages(schedule: Schedule, pieces: int) -> Schedule:
         letters: Sequence[str] = {"B": ("I", "W"), "RB": ("RI", "W")}.get(action.kind, (action.kind,))
         return [action._replace(kind=letter, stage=stage) for letter in letters for stage in reversed(stages)]
 
-    programs = [
-        [cell for entry in program for action in parts(entry) for cell in cells(action)]
-        for program in schedule.programs
-    ]
     return Schedule.of(
-        programs,
+        _rewritten(schedule, cells),
         placement=[rank for rank in schedule.placement for _ in range(pieces)],
         microbatches=schedule.microbatches,
         slices=schedule.slices,
@@ -441,14 +418,12 @@ def _evaluates(action: Action) -> bool:
     return kind.is_forward or (kind.group and not {HIDDEN, SUMS, EMBEDDED}.isdisjoint(kind.makes))
 
 
-def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]]) -> Schedule:
-    """`schedule` with each action of a rank replaced by `cells(rank, action)`, and its pairs taken apart."""
-    return schedule.with_programs(
-        [
-            [cell for entry in program for action in parts(entry) for cell in cells(rank, action)]
-            for rank, program in enumerate(schedule.programs)
-        ]
-    )
+def _rewritten(schedule: Schedule, cells: Callable[[Action], Iterable[Cell]]) -> list[list[Cell]]:
+    """Return the programs with each action replaced by `cells(action)`, and pairs taken apart."""
+    return [
+        [cell for entry in program for action in parts(entry) for cell in cells(action)]
+        for program in schedule.programs
+    ]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------------
@@ -456,106 +431,67 @@ def _rewritten(schedule: Schedule, cells: Callable[[int, Action], Iterable[Cell]
 
 @dataclass(frozen=True)
 class NamedTransform:
-    """A transform as the command line and configurations name it: `name`, or `name=number`.
+    """A transform as the command line and configurations name it: `name`, or `name=value`.
 
     Attributes:
-        words: its description.
-        apply: (schedule, number, word or None, costs) -> schedule.
-        number: the meaning of the number; None: it takes none.
-        needs_number: whether the number must be given.
-        takes_word: whether it takes a word instead of a number.
+        function: (schedule, value, costs) -> schedule; its parameters say whether there must be a value, and whether it is a
+            number or a word.
+        value: the meaning of the value; None: it takes none.
     """
 
-    words: str
-    apply: Callable[[Schedule, Any, Costs | None], Schedule]
-    number: str | None = None
-    needs_number: bool = False
-    takes_word: bool = False
+    function: Callable[..., Schedule]
+    value: str | None = None
+
+    @cached_property
+    def _arguments(self) -> dict[str, Parameter]:
+        return dict(signature(self.function).parameters)
+
+    @property
+    def words(self) -> str:
+        """The first paragraph of the function's documentation."""
+        return (getdoc(self.function) or "").partition("\n\n")[0]
+
+    @property
+    def needs_value(self) -> bool:
+        return self.value is not None and [*self._arguments.values()][1].default is Parameter.empty
+
+    @property
+    def takes_word(self) -> bool:
+        return "str" in [*self._arguments.values()][1].annotation
+
+    def apply(self, schedule: Schedule, value: int | str | None, costs: Costs | None) -> Schedule:
+        """Return the schedule after the transform; None: without a value."""
+        more = {"costs": costs} if "costs" in self._arguments else {}
+        return self.function(schedule, *([] if value is None else [value]), **more)
+
+
+def _recomputed(schedule: Schedule, word: str = "block") -> Schedule:
+    """Return `recompute` in blocks, of whole stages, or of a part."""
+    return recompute(schedule, word == "whole", part="" if word in ("block", "whole") else word)
+
+
+def _shard_for_torch(schedule: Schedule, slots: int) -> Schedule:
+    """Return `shard` with parameters kept for W, as torch's runtime reads them there."""
+    return shard(schedule, slots, for_torch=True)
 
 
 TRANSFORMS: dict[str, NamedTransform] = {
-    "unpair": NamedTransform(
-        "every overlapped pair as a forward and then a backward", lambda schedule, number, costs: unpair(schedule)
-    ),
-    "split-cooldown": NamedTransform(
-        "backwards of the cool-down as I and W", lambda schedule, number, costs: split_cooldown(schedule, costs)
-    ),
-    "defer-last-stage-weights": NamedTransform(
-        "weight gradients of the last stage in its rank's cool-down, of the last N micro-batches (none given: of all)",
-        lambda schedule, number, costs: defer_last_stage_weights(schedule, number or 0, costs),
-        "micro-batches",
-    ),
-    "half-split": NamedTransform(
-        "every second micro-batch's backwards as I and W, the others as B",
-        lambda schedule, number, costs: half_split(schedule, number or 0),
-        "the first micro-batch that is split: 0 or 1",
-    ),
-    "forward-only": NamedTransform(
-        "the forwards alone, as evaluation runs them", lambda schedule, number, costs: forward_only(schedule)
-    ),
-    "merge-backward": NamedTransform(
-        "every I and W as one B", lambda schedule, number, costs: merge_backward(schedule)
-    ),
-    "recompute": NamedTransform(
-        "activations recomputed layer by layer just before each backward, or in an action of its own before it, of a whole stage "
-        "or of a part",
-        lambda schedule, word, costs: recompute(
-            schedule, word == "whole", part="" if word in (None, "block", "whole") else word
-        ),
-        "block, whole, or the name of a part such as norms",
-        takes_word=True,
-    ),
-    "offload": NamedTransform(
-        "what forwards save copied to host memory, and back in time for their backwards: all, or the first parts of several",
-        lambda schedule, share, costs: offload_share(schedule, share, costs),
-        "a share such as 3/4, or kept: what recomputation needs",
-        takes_word=True,
-    ),
-    "shard": NamedTransform(
-        "parameters gathered for N stages per rank at a time, with the fewest gathers, and gradients reduced over the replicas",
-        lambda schedule, number, costs: shard(schedule, number or 0),
-        "slots",
-        needs_number=True,
-    ),
-    "shard-for-torch": NamedTransform(
-        "the same, with parameters kept for W, as torch's runtime reads them there",
-        lambda schedule, number, costs: shard(schedule, number or 0, for_torch=True),
-        "slots",
-        needs_number=True,
-    ),
-    "shard-as-torch": NamedTransform(
-        "parameters gathered by torch's own rule, for comparison",
-        lambda schedule, number, costs: shard_as_torch(schedule, number or 0),
-        "slots",
-        needs_number=True,
-    ),
-    "reduce-gradients": NamedTransform(
-        "gradients reduced over the replicas behind every N-th backward of a stage (none given: behind its last)",
-        lambda schedule, number, costs: reduce_gradients(schedule, number or 0),
-        "backwards",
-    ),
-    "slices": NamedTransform(
-        "every micro-batch cut into N slices along the sequence, in place",
-        lambda schedule, number, costs: cut_sequences(schedule, number or 0),
-        "slices",
-        needs_number=True,
-    ),
-    "vocabulary": NamedTransform(
-        "the output layer spread over the ranks: S computes the scores of a share, T its gradients, with one reduction or two",
-        lambda schedule, word, costs: vocabulary(schedule, word or "fused", costs),
-        "fused (one reduction) or two",
-        takes_word=True,
-    ),
-    "embedding": NamedTransform(
-        "the input embedding, too, in the shares of the vocabulary: EMBED looks tokens up, EMBED_GRAD adds their rows' gradients",
-        lambda schedule, number, costs: embedding(schedule, costs),
-    ),
-    "cut-stages": NamedTransform(
-        "every stage cut into N",
-        lambda schedule, number, costs: cut_stages(schedule, number or 0),
-        "pieces of a stage",
-        needs_number=True,
-    ),
+    "unpair": NamedTransform(unpair),
+    "split-cooldown": NamedTransform(split_cooldown),
+    "defer-last-stage-weights": NamedTransform(defer_last_stage_weights, "micro-batches"),
+    "half-split": NamedTransform(half_split, "the first micro-batch that is split: 0 or 1"),
+    "forward-only": NamedTransform(forward_only),
+    "merge-backward": NamedTransform(merge_backward),
+    "recompute": NamedTransform(_recomputed, "block, whole, or the name of a part such as norms"),
+    "offload": NamedTransform(offload_share, "a share such as 3/4, or kept: what recomputation needs"),
+    "shard": NamedTransform(shard, "slots"),
+    "shard-for-torch": NamedTransform(_shard_for_torch, "slots"),
+    "shard-as-torch": NamedTransform(shard_as_torch, "slots"),
+    "reduce-gradients": NamedTransform(reduce_gradients, "backwards"),
+    "slices": NamedTransform(cut_sequences, "slices"),
+    "vocabulary": NamedTransform(vocabulary, "fused (one reduction) or two"),
+    "embedding": NamedTransform(embedding),
+    "cut-stages": NamedTransform(cut_stages, "pieces of a stage"),
 }
 
 
@@ -569,8 +505,8 @@ def transformed(schedule: Schedule, words: Iterable[str], costs: Costs | None = 
     Raises UsageError for an unknown name, with the nearest ones, and for a number that is missing, refused or not taken.
     """
     costs = None if costs is None else replace(costs, sends="free")  # an order is chosen as if no sender waited
-    for transform, number in [parsed_transform(word) for word in words]:
-        schedule = transform.apply(schedule, number, costs)
+    for transform, value in [parsed_transform(word) for word in words]:
+        schedule = transform.apply(schedule, value, costs)
     return schedule
 
 
@@ -588,15 +524,15 @@ def parsed_transform(word: str) -> tuple[NamedTransform, int | str | None]:
     if transform is None:
         raise UsageError(f"there is no transform {name!r:.200}{did_you_mean(name, TRANSFORMS)}")
     if not equals:
-        if transform.needs_number:
-            raise UsageError(f"transform {name} needs a number ({transform.number}), such as {name}=2")
+        if transform.needs_value:
+            raise UsageError(f"transform {name} needs a number ({transform.value}), such as {name}=2")
         return transform, None
-    if transform.number is None:
+    if transform.value is None:
         raise UsageError(f"transform {name} takes no number, but is given {text!r:.200}")
     if transform.takes_word:
         if name == "recompute" and text not in ("block", "whole"):
             _require_part(text)
         return transform, text
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.number})")
+        raise UsageError(f"transform {name}: {text!r:.200} is not a whole number of at least 0 ({transform.value})")
     return transform, int(text)

@@ -415,17 +415,14 @@ _KEYS = (
     *("vocab_size", "tie_word_embeddings", "num_experts", "moe_layer_freq"),
 )
 _OF_OUR_DECODER = ("rope_theta", "rms_norm_eps", "attention_bias", "qkv_bias", "qk_norm", "num_shared_experts")
+_OF_OUR_EXPERTS = ("norm_topk_prob", "aux_loss_coef", "z_loss_coef")
 
 
 def model_keys(shape: DecoderShape, *, ours: bool) -> dict[str, Any]:
     """Return the trainer's keys for a shape; `ours`: of our own decoder, for which more of them matter."""
     keys = [*_KEYS, *(_OF_OUR_DECODER if ours else ()), *(["head_dim"] if shape.head_dim else [])]
     if shape.num_experts:
-        keys += [
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-            *(["norm_topk_prob", "aux_loss_coef", "z_loss_coef"] if ours else []),
-        ]
+        keys += ["num_experts_per_tok", "moe_intermediate_size", *(_OF_OUR_EXPERTS if ours else ())]
     if not shape.model_type:
         keys += ["router", "num_nextn_predict_layers"]
     values = {key: getattr(shape, key) for key in keys}

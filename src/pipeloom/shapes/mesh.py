@@ -139,15 +139,7 @@ class MeshShape:
     def group_of(self, rank: int, axes: str) -> tuple[int, ...]:
         """The group of `groups(axes)` that holds `rank`."""
         self.place(rank)
-        inside = {part for axis in axes.split("_") for part in _parts(axis)}
-        offsets, start, stride = [0], 0, self.world
-        for axis, size in self.outermost_first:
-            stride //= size
-            if axis in inside:
-                offsets = [at + index * stride for at in offsets for index in range(size)]
-            else:
-                start += rank // stride % size * stride
-        return tuple(start + offset for offset in offsets)
+        return next(group for group in self.groups(axes) if rank in group)
 
     def context_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks that share the tokens of the same sequences, in order, one tuple for each place elsewhere."""

@@ -503,9 +503,8 @@ def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
     # T computes the weight's gradient beside its sum.
     gradient = sum(size * count for size, count in product.weights) * split.element
     gradient *= split.runtime.adapters is None
-    weights = (
-        product.weights if shape.tie_word_embeddings else product.weights * 2
-    )  # the embedding's, which it looks up
+    # Twice: the embedding's, in which it looks tokens up.
+    weights = product.weights if shape.tie_word_embeddings else product.weights * 2
     product = replace(product, saves=copy, gradients=0.0, scratch=0.0, tp_bytes=0.0, weights=weights, modules=())
     loss = replace(loss, saves=(("scores", logits * (1 + wide)),), scratch=gradient)
     return LayerOps("S", (product, loss), 0.0, 0.0)
@@ -514,12 +513,10 @@ def vocabulary_share(shape: DecoderShape, split: Split, ranks: int) -> LayerOps:
 def _norm(shape: DecoderShape, split: Split, operand: str, makes: str, count: int = 1) -> Op:
     """It keeps its input; where it is not fused the normed values before their weight too, and instead of an input in bf16 an
     fp32 copy of it; and a scale per token."""
-    hidden, wide = split.part(split.tokens * shape.hidden_size), max(split.element, 4) // split.element
-    source = (f"{operand}_wide" if wide > 1 else operand, wide * hidden)
-    unfused = (source, (f"{operand}_unit", hidden), (f"{operand}_scale", 4.0 * split.tokens / split.parts))
-    saves = ((operand, hidden),) if split.runtime.fused_norm else unfused
-    scratch = (5 * wide - 2) * hidden * split.runtime.copies_mixed
-    return Op(makes, saves, 2 * hidden, scratch, weights=((shape.hidden_size, count),), traffic=2 * hidden, makes=makes)
+    wide = max(split.element, 4) // split.element
+    norm = _small_norm(makes, operand, shape.hidden_size, split, shape.hidden_size, parts=split.parts)
+    scratch = (5 * wide - 2) * split.part(split.tokens * shape.hidden_size) * split.runtime.copies_mixed
+    return replace(norm, scratch=scratch, weights=((shape.hidden_size, count),))
 
 
 def _exchanged(split: Split, elements: float) -> float:
@@ -657,14 +654,18 @@ def _attention(shape: DecoderShape, split: Split, reach: int = 0) -> tuple[Op, .
     return (project, *norms, core, output)
 
 
-def _small_norm(name: str, operand: str, kept_width: float, split: Split, width: float, heads: float = 1) -> Op:
-    """As `_norm`, of the first `width` of `kept_width` columns, in `heads` parts with a scale each."""
-    tokens = split.tokens * split.element
+def _small_norm(
+    name: str, operand: str, kept_width: float, split: Split, width: float, heads: float = 1, parts: int = 1
+) -> Op:
+    """As `_norm`, of the first `width` of `kept_width` columns, in `heads` parts with a scale each; tp divides the tokens into
+    `parts`."""
+    tokens = split.tokens * split.element / parts
     size = 2.0 * tokens * width
     saves: tuple[tuple[str, float], ...] = ((operand, tokens * kept_width),)
     if not split.runtime.fused_norm:
-        wide = ((f"{operand}_wide", 4.0 * split.tokens * width),) if split.element < 4 else saves
-        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", 4.0 * split.tokens * heads))
+        scales = 4.0 * split.tokens / parts
+        wide = ((f"{operand}_wide", scales * width),) if split.element < 4 else saves
+        saves = (*wide, (f"{operand}_unit", tokens * width), (f"{operand}_scale", scales * heads))
     return Op(name, saves, size, weights=((width, 1),), traffic=size, makes=name)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Schedule, check, simulate
+from pipeloom.schedule import Schedule, check
 from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE, StageCosts
 from pipeloom.schedule.families.construct.list_scheduling import Turns
@@ -70,7 +70,7 @@ def search_with_copies(
     if incumbent.best is not None:
         starts = [*starts, incumbent.best.schedule]
     orders = [(instance, schedule) for instance in walked for schedule in plain_orders(instance, starts)]
-    plain = [(_simulated(instance, schedule), instance) for instance, schedule in orders]
+    plain = [(instance.simulated(schedule), instance) for instance, schedule in orders]
     for simulated, instance in sorted(plain, key=lambda each: each[0].value(each[1].objective)):
         _offer_beside(simulated, instance, incumbent)
     plans: list[tuple[float, int, CopyPlan]] = []
@@ -97,21 +97,19 @@ def _offer_beside(timeline: Timeline, instance: Instance, incumbent: Incumbent) 
             return
         candidate = fitted(instance, timeline, count, incumbent, math.inf)
         if candidate is not None:
-            value = value_of(_simulated(instance, candidate), instance.objective)
-            incumbent.offer(value, f"{timeline.schedule.name}, copied", instance, candidate)
+            incumbent.offer_fitting(instance, candidate, f"{timeline.schedule.name}, copied")
 
 
-def _offer(plan: CopyPlan, incumbent: Incumbent) -> bool:
-    """Offer the longest of the plan's orders that fits with its copies, if that improves; return whether it does."""
+def _offer(plan: CopyPlan, incumbent: Incumbent) -> None:
+    """Offer the longest of the plan's orders that fits with its copies, if that improves."""
     for share in MEMORY_SHARES:
         timeline = plan.timed(share)
         if timeline is None or not incumbent.improves(timeline.value(plan.instance.objective)):
-            return False
+            return
         schedule = fitted(plan.instance, timeline, plan.count, incumbent)
         if schedule is not None:
-            value = value_of(_simulated(plan.instance, schedule), plan.instance.objective)
-            return incumbent.offer(value, f"{plan.origin}, copied", plan.instance, schedule)
-    return False
+            incumbent.offer_fitting(plan.instance, schedule, f"{plan.origin}, copied")
+            return
 
 
 def fitted(
@@ -136,7 +134,7 @@ def fitted(
             check(candidate)
         except ScheduleError:
             return None  # fewer slots deadlock, too
-        result = _simulated(instance, candidate)
+        result = instance.simulated(candidate)
         if not incumbent.improves(value_of(result, instance.objective)):
             return None
         if max(result.peak_memory) <= limit:
@@ -147,13 +145,9 @@ def fitted(
 def _fits(instance: Instance, schedule: Schedule, limit: float) -> bool:
     """Return whether a schedule fits the memory, or deadlocks."""
     try:
-        return max(_simulated(instance, schedule).peak_memory) <= limit
+        return max(instance.simulated(schedule).peak_memory) <= limit
     except ScheduleError:
         return True
-
-
-def _simulated(instance: Instance, schedule: Schedule) -> Timeline:
-    return simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
 
 
 class _Construction:

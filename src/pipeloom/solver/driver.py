@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from itertools import chain
 from random import Random
 
-from pipeloom.errors import CapacityError, PipeloomError
+from pipeloom.errors import CapacityError
 from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import Sends
-from pipeloom.schedule.families import build
 from pipeloom.solver.bounds import bound_of, pairs_gain
 from pipeloom.solver.construct import (
+    CHEAP,
     FIRST_RULES,
     LARGEST_WALKED,
     OTHER_RULES,
@@ -179,11 +179,10 @@ class SearchDriver:
     def _families(self, instance: Instance) -> Iterator[Schedule]:
         sizes = instance.placement, instance.microbatches
         yield from (schedule for schedule in self.given if schedule.placement == instance.placement)
-        yield from family_schedules(*sizes, instance.costs, instance.memory_limit)
+        only = (*CHEAP, *PAIRED * self.pairs) if instance.nodes > LARGEST_WALKED else ()
+        yield from family_schedules(*sizes, instance.costs, instance.memory_limit, only)
         if instance.costs.uneven:  # families made for a memory limit assume equal micro-batches
-            yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit)
-        if self.pairs and instance.nodes > LARGEST_WALKED:
-            yield from families_with_pairs(instance)  # few others are built at that size
+            yield from family_schedules(*sizes, instance.even.costs, instance.memory_limit, only)
 
     def _list_scheduled_starts(self, starts: list[WarmStart], group: list[Instance]) -> None:
         for count, seed in enumerate(chain(interleaved_rounds(group[0]), list_scheduled(group[0]))):
@@ -315,18 +314,6 @@ class SearchDriver:
             if self._starts_are_due(PAIR_STARTS_SHARE):
                 break
         for _, _, schedule in sorted(listed, key=lambda one: one[:2])[:LIST_SCHEDULES]:
-            yield schedule
-
-
-def families_with_pairs(instance: Instance) -> Iterator[Schedule]:
-    """Yield the families with pairs on the instance's placement."""
-    for name in PAIRED:
-        chunks = instance.stages // instance.ranks if name == "interleaved-overlap" else None
-        try:
-            schedule = build(name, instance.ranks, instance.microbatches, chunks)
-        except PipeloomError:
-            continue
-        if schedule.placement == instance.placement:
             yield schedule
 
 

@@ -6,10 +6,10 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Schedule, Timeline, simulate
+from pipeloom.schedule import Schedule, Timeline
 from pipeloom.schedule.costs import TIME_TOLERANCE, Sends
 from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.exact import RELATIVE_ROUNDING
@@ -143,15 +143,14 @@ class Incumbent:
 
     def offer_fitting(self, instance: Instance, schedule: Schedule, origin: str) -> None:
         """Simulate a schedule, and offer it if it fits the memory."""
-        timeline = simulate(schedule, instance.costs, overlap_p2p=instance.overlap_p2p)
+        timeline = instance.simulated(schedule)
         if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
             self.offer(value_of(timeline, instance.objective), origin, instance, schedule)
 
     def _held(self, instance: Instance, schedule: Schedule) -> float:
         """Return the value of a schedule whose senders wait; infinite where it deadlocks."""
         try:
-            costs = replace(instance.costs, sends=self._sends)
-            return value_of(simulate(schedule, costs, overlap_p2p=instance.overlap_p2p), instance.objective)
+            return value_of(instance.simulated(schedule, self._sends), instance.objective)
         except ScheduleError:
             return math.inf
 

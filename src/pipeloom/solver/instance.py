@@ -19,9 +19,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipeloom.schedule.actions import MOST_KINDS
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes, StageCosts
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, PairTimes, Sends, StageCosts
 from pipeloom.schedule.model import Schedule
-from pipeloom.schedule.timeline import Objective
+from pipeloom.schedule.simulate import simulate
+from pipeloom.schedule.timeline import Objective, Timeline
 from pipeloom.schedule.transforms import recompute
 
 Sequences = list[list[int]]
@@ -115,6 +116,11 @@ class Instance:
             min(at for at, home in zip(prefix, self.placement, strict=True) if home == rank)
             for rank in range(self.ranks)
         )
+
+    def simulated(self, schedule: Schedule, sends: Sends = "free") -> Timeline:
+        """Return the timeline of a schedule with these costs."""
+        costs = self.costs if sends == "free" else replace(self.costs, sends=sends)
+        return simulate(schedule, costs, overlap_p2p=self.overlap_p2p)
 
     def fits(self, sequences: Sequences) -> bool:
         """Return whether no rank's memory exceeds the memory limit."""

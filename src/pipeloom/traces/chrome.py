@@ -214,27 +214,22 @@ def _inferred(ranks: Sequence[Sequence[dict[str, Any]]], path: Path) -> list[_Ro
     return rows
 
 
-def _row(events: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:
+def _row(every: Sequence[dict[str, Any]], rank: int, path: Path) -> _Row:
     """One rank's steps; none where no event is an action."""
-    slices = [event for event in events if event["ph"] == "X"]
-    counters = [event.get("args") for event in events if event["ph"] == "C" and event.get("name") == "memory"]
+    counters = [event.get("args") for event in every if event["ph"] == "C" and event.get("name") == "memory"]
     levels = [args.get("GB") for args in counters if isinstance(args, dict)]
-    marked = any(_STEP.fullmatch(str(event.get("name", ""))) for event in slices)
-    return _Row(rank, _steps(slices, rank, path), max(filter(is_number, levels), default=0.0), marked)
-
-
-def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list[_NamedEvent]]:
-    """The actions among one rank's events, step by step; none where no event is an action."""
     host: list[_NamedEvent] = []
     device: list[_NamedEvent] = []
     steps: list[tuple[float, float]] = []
-    events = list(events)
+    marked = False
+    events = [event for event in every if event["ph"] == "X"]
     operators = _operators(events, path)
     sharded = any(str(event.get("name", "")).startswith("FSDP::") for event in events)
     for event in events:
         name = str(event.get("name", ""))
         on_device = event.get("cat") == "gpu_user_annotation"
         if _STEP.fullmatch(name):
+            marked = True
             if not on_device:
                 steps.append(_interval(event, name, path))
             continue
@@ -254,7 +249,8 @@ def _steps(events: Iterable[dict[str, Any]], rank: int, path: Path) -> list[list
         groups = [[action for action in outermost if low <= action.start < high] for low, high in sorted(steps)]
     else:
         groups = _cut_by_repetition(outermost)
-    return [group for group in groups if group]
+    memory = max(filter(is_number, levels), default=0.0)
+    return _Row(rank, [group for group in groups if group], memory, marked)
 
 
 def _cut_by_repetition(events: Sequence[_NamedEvent]) -> list[list[_NamedEvent]]:
@@ -310,11 +306,10 @@ def _outermost(events: Sequence[_NamedEvent]) -> list[_NamedEvent]:
 
 def _interval(event: dict[str, Any], name: str, path: Path) -> tuple[float, float]:
     """Start and end of an event in seconds."""
-    start, duration = event.get("ts"), event.get("dur")
-    if not (is_number(start) and is_number(duration)):
+    interval: Any = event.get("ts"), event.get("dur")
+    if not all(map(is_number, interval)):
         raise UsageError(f"{path}: the event {name!r:.60} has no ts and dur")
-    assert start is not None
-    assert duration is not None
+    start, duration = interval
     if duration < 0 or abs(start) > 1e18 or duration > 1e15:
         raise UsageError(f"{path}: the event {name!r:.60} takes {duration:g} µs from {start:g} µs on")
     return start / 1e6, (start + duration) / 1e6
@@ -336,17 +331,12 @@ def _cell_of(name: str, rank: int) -> Cell | None:
 
 def _timelines(path: Path, rows: Sequence[_Row], notes: list[str]) -> MeasuredSteps:
     """Return a timeline for each step that all ranks ran in full."""
-    actions = [action for row in rows for step in row.steps for event in step for action in parts(event.cell)]
-    largest = max(max(action.stage, action.microbatch) for action in actions)
+    cells = [(event.cell, at) for at, row in enumerate(rows) for step in row.steps for event in step]
+    actions = [(action, at) for cell, at in cells for action in parts(cell)]
+    largest = max(max(action.stage, action.microbatch) for action, _ in actions)
     if largest >= len(actions):
         raise ScheduleError(f"{path}: {len(actions)} actions do not name a valid stage or micro-batch {largest}")
-    home = {
-        action.stage: at
-        for at, row in enumerate(rows)
-        for step in row.steps
-        for event in step
-        for action in parts(event.cell)
-    }
+    home = {action.stage: at for action, at in actions}
     placement = [home.get(stage, -1) for stage in range(1 + max(home))]
     if -1 in placement:
         ranks = [row.rank for row in rows]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from math import inf
 from typing import Any, NamedTuple
 
@@ -106,20 +107,14 @@ def _runs(events: Sequence[Mapping[str, Any]]) -> Iterator[_Run]:
     operators = [
         event for event in events if event.get("cat") == "cpu_op" or str(event.get("name", "")).startswith("Optimizer.")
     ]
-    run: _Run | None = None
-    inside = 0.0
+    outermost: list[_Run] = []
     for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
         start, end, name = event["ts"], event["ts"] + event["dur"], str(event["name"])
-        if start < inside:
+        if outermost and start < outermost[-1].end:
             continue
-        inside = end
-        kind = (
-            "B" if name.startswith(_BACKWARD) else "" if name in (*_SENDS, *_RECEIVES) or "Optimizer." in name else "F"
-        )
-        if run is not None and run.kind != kind:
-            yield run
-            run = None
+        other = name in (*_SENDS, *_RECEIVES) or "Optimizer." in name
+        outermost.append(_Run("B" if name.startswith(_BACKWARD) else "" if other else "F", start, end))
+    for kind, same in groupby(outermost, key=lambda run: run.kind):
+        first, *_, last = [*same] * 2
         if kind:
-            run = _Run(kind, start if run is None else run.start, end)
-    if run is not None:
-        yield run
+            yield _Run(kind, first.start, last.end)

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from pipeloom.errors import ScheduleError, UsageError
+from pipeloom.schedule.actions import Action
 from pipeloom.schedule.costs import STAGE_TIME, Costs, StageCosts, durations
 from pipeloom.schedule.graph import Graph
 from pipeloom.schedule.model import Schedule, parts
@@ -166,27 +167,29 @@ def _ratios(timeline: Timeline) -> dict[str, list[float]]:
     """Return micro-batch -> the time of its actions over that with the step's mean costs, of each kind and stage and (under "")
     of all; pairs are left out.
     """
+    sums = {"": [[0.0, 0.0] for _ in range(timeline.schedule.microbatches)]}
+    for action, seconds, mean in _timed(timeline, replace(timeline.costs, microbatch=())):
+        for name in ("", f"{action.kind} of stage {action.stage}") if mean > 0 else ():
+            of_microbatch = sums.setdefault(name, [[0.0, 0.0] for _ in sums[""]])[action.microbatch]
+            of_microbatch[0] += seconds
+            of_microbatch[1] += mean
+    return {name: [time / mean if mean else 1.0 for time, mean in pairs] for name, pairs in sums.items()}
+
+
+def _timed(timeline: Timeline, costs: Costs) -> Iterator[tuple[Action, float, float]]:
+    """Yield each action that is in no pair, the time that it took, and that which it has by these costs."""
     schedule = timeline.schedule
-    expected = durations(schedule, replace(timeline.costs, microbatch=()))
-    empty = [0.0] * schedule.microbatches
-    spent, due = {"": [*empty]}, {"": [*empty]}
+    expected = durations(schedule, costs)
     for codes, starts, ends in zip(schedule.codes, timeline.starts, timeline.ends, strict=True):
         for code, start, end in zip(codes, starts, ends, strict=True):
-            if code < schedule._no_action and expected[code] > 0:
-                action = parts(schedule.decode(code))[0]
-                for name in ("", f"{action.kind} of stage {action.stage}"):
-                    spent.setdefault(name, [*empty])[action.microbatch] += end - start
-                    due.setdefault(name, [*empty])[action.microbatch] += expected[code]
-    return {
-        name: [time / mean if mean else 1.0 for time, mean in zip(spent[name], due[name], strict=True)] for name in due
-    }
+            if code < schedule._no_action:
+                yield parts(schedule.decode(code))[0], end - start, expected[code]
 
 
 def hops(schedule: Schedule, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> list[float]:
     """Times from the end of an action to the start of the one on another rank that waited for its message."""
-    last: dict[
-        tuple[int, int], tuple[float, int]
-    ] = {}  # an action, and a pair's two, wait for the latest of what they need
+    # An action, and a pair's two, wait for the latest of what they need.
+    last: dict[tuple[int, int], tuple[float, int]] = {}
     for source, at_source, rank, at in needs(schedule):
         end = ends[source][at_source]
         last[rank, at] = max(last.get((rank, at), (end, source)), (end, source))
@@ -282,15 +285,9 @@ def _with_stalls(costs: Costs, steps: Sequence[Timeline]) -> Costs:
     simulated with them would be shorter than any real one.
     """
     whole = simulate(steps[-1].schedule, costs).makespan
-    factor = (
-        median(
-            simulate(step.schedule, replace(costs_of([step]), microbatch=costs.microbatch)).makespan for step in steps
-        )
-        / whole
-        if whole
-        else 1.0
-    )
-    return costs.scaled(factor)
+    step_costs = (replace(costs_of([step]), microbatch=costs.microbatch) for step in steps)
+    spans = [simulate(step.schedule, each).makespan for step, each in zip(steps, step_costs, strict=True)]
+    return costs.scaled(median(spans) / whole) if whole else costs
 
 
 def predict_another(costs: Costs, fitted: Schedule, timelines: Sequence[Timeline]) -> tuple[float, float]:
@@ -336,19 +333,13 @@ def settled(timelines: Sequence[Timeline]) -> Sequence[Timeline]:
 
 def _errors_by_kind(timelines: Sequence[Timeline], costs: Costs) -> dict[str, float]:
     """kind -> mean measured time over the fitted one, less 1; kinds of pairs, and those that take no time, are left out."""
-    schedule = timelines[0].schedule
-    expected = durations(schedule, costs)
     took: dict[str, list[tuple[float, float]]] = {}
-    for timeline in timelines:
-        for rank, codes in enumerate(schedule.codes):
-            for code, start, end in zip(codes, timeline.starts[rank], timeline.ends[rank], strict=True):
-                if code < schedule._no_action:
-                    kind = schedule.decode(code)
-                    took.setdefault(parts(kind)[0].kind, []).append((end - start, expected[code]))
+    for action, *times in (each for timeline in timelines for each in _timed(timeline, costs)):
+        took.setdefault(action.kind, []).append((times[0], times[1]))
     return {
-        kind: fmean(real for real, _ in times) / fmean(fitted for _, fitted in times) - 1
-        for kind, times in took.items()
-        if fmean(fitted for _, fitted in times) > 0
+        kind: fmean(real for real, _ in pairs) / fmean(fitted for _, fitted in pairs) - 1
+        for kind, pairs in took.items()
+        if fmean(fitted for _, fitted in pairs) > 0
     }
 
 

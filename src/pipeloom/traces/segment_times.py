@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeloom.errors import UsageError
+from pipeloom.errors import UsageError, reason_of
 from pipeloom.foreign import number_in
 from pipeloom.limits import MOST_LAYERS, SCHEDULE_BYTES, read_json
 from pipeloom.schedule.segments import LayerSegments, PhaseTimes
@@ -48,7 +48,9 @@ def _of_file(path: Path) -> tuple[LayerSegments, ...]:
         layers: int = number_in(f"{path}: layers", content.get("layers", 1), 1, MOST_LAYERS, whole=True)
         chunks: int = number_in(f"{path}: chunks", content.get("chunks", 1), 1, _MOST_CHUNKS, whole=True)
         return (replace(_layer(content), chunks=chunks),) * layers
-    except (OSError, TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {reason_of(error)}") from None
+    except (TypeError, KeyError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"{path} is not a file of segment times ({error!r:.100}); it holds {_FORM}") from None
 
 

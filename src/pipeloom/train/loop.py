@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from pipeloom.train.replan import Replanner, prepared
 from pipeloom.train.replica_check import ReplicaCheck
 from pipeloom.train.report.metrics import memory_history, shared_cores
 from pipeloom.train.report.prediction import compared
+from pipeloom.train.report.profile import OperatorProfile
 from pipeloom.train.report.report import Report, reported
 from pipeloom.train.report.step_bytes import BytesCheck
 from pipeloom.train.report.tables import what_ranks_hold
@@ -52,9 +53,6 @@ from pipeloom.train.tuning import GarbageCollection, trim_freed_memory
 from pipeloom.train.workers.context import INTERRUPT, SAVE, STOP, WorkerContext, require_agreement, together
 from pipeloom.train.workers.failures import failure_of_run, note_run, restarted_run
 from pipeloom.train.workers.preflight import as_packed
-
-if TYPE_CHECKING:
-    from pipeloom.train.report.profile import OperatorProfile
 
 
 def run(layout: Layout, context: WorkerContext, observers: Sequence[StepObserver] = ()) -> None:
@@ -218,8 +216,6 @@ class Trainer:
             self._report.record("resume", step=state.steps_done, batch=state.batch, path=str(start.path))
         state.folder = folder
         if profiled := profiled_steps(config):
-            from pipeloom.train.report.profile import OperatorProfile
-
             self.profile = OperatorProfile(self.pipeline, profiled[0], profiled[-1], folder)
         where = expanded(config.checkpoint.dir).absolute() if config.checkpoint.dir else folder
         self.checkpoints = RunCheckpoints(
@@ -381,7 +377,7 @@ class Trainer:
             self._report.advance()
             if not outcome.bad:
                 continue
-            action = self._bad_steps.action(outcome.bad)
+            action = self._bad_steps.actions[outcome.bad]
             what = f"step {step}: the loss is {loss} and the gradient norm {norm}"
             if action == "stop":
                 raise DivergedError(self._divergence(what, outcome))
@@ -413,8 +409,7 @@ class Trainer:
                 f"step {bad}: another bad step after {allowed} rollback{'s' * (allowed != 1)} (train.rollbacks): use a "
                 f"smaller optimizer.lr than {self.config.optimizer.lr}"
             )
-        if self.checkpoints is None:
-            raise DivergedError(f"step {bad}: there is no checkpoint to roll back to")
+        assert self.checkpoints is not None  # a run that rolls back saves before its first step
         self._adopted(self.checkpoints.back())
         left_out = f"batches {state.batch} to {batch - 1} are left out"
         state.batch, state.rollbacks = batch, used
@@ -466,7 +461,7 @@ class Trainer:
 
     def _stops_at(self, bad: str) -> bool:
         """Return whether a step ends the run because something in it is not finite, whose place is then looked for."""
-        return bad == "nan" and self._bad_steps.action(bad) == "stop"
+        return bad == "nan" and self._bad_steps.actions[bad] == "stop"
 
     def held_out_loss(self, batches: Sequence[Batch]) -> float:
         """Return the mean loss per target over the batches, in nats; collective, and the same on every rank.

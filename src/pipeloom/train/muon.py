@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from pipeloom.config.sections import ModelSection
-from pipeloom.errors import UsageError
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
@@ -131,29 +130,58 @@ class MuonWeight:
     dtype: torch.dtype = torch.float32
 
 
-class WholeMatrices:
-    """Gathers the updates of this process's weights, and returns this process's parts of their steps.
+class Muon(torch.optim.Optimizer):
+    """Muon over masters, each of which holds elements of a single weight.
+
+    It gathers the updates of this process's weights, and keeps this process's parts of their steps.
 
     Args:
+        groups: torch's parameter groups.
         matrices: global name -> weight.
+        masters: all masters.
         sync: the reduction of their gradients; None where this process holds everything.
         rule: scaling rule, as for `scale_of`.
-
-    Raises UsageError for a weight whose tensor-parallel parts differ in size.
     """
 
-    def __init__(self, matrices: Mapping[str, MuonWeight], sync: GradientSync | None, rule: str) -> None:
-        self._matrices = matrices
-        self._sync = sync
-        self._rule = rule
-        for matrix in matrices.values():
-            over = matrix.layout.over("tp")
-            if over is not None and len(set(over.sizes)) > 1:
-                raise UsageError(
-                    f"Muon needs {matrix.name} in equal parts on all tensor-parallel ranks, not {over.sizes}"
-                )
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        matrices: Mapping[str, MuonWeight],
+        masters: Sequence[Master],
+        sync: GradientSync | None,
+        *,
+        rule: str,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
+        self._matrices, self._masters, self._sync, self._rule = matrices, masters, sync, rule
 
-    def directions(self, updates: Mapping[str, tuple[Master, Tensor]]) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Make one step; collective over the ranks that share a weight."""
+        master_of = {master.tensor: master for master in self._masters}
+        updates: dict[str, tuple[Master, Tensor]] = {}
+        steps = [
+            (group, tensor, tensor.grad)
+            for group in self.param_groups
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+        for group, tensor, gradient in steps:
+            state, momentum = self.state[tensor], group["momentum"]
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(tensor)
+            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+            update = gradient.lerp(average, momentum) if group["nesterov"] else average
+            updates[master_of[tensor].name] = (master_of[tensor], update.reshape(-1))
+        directions = self._directions(updates)
+        for group, tensor, _ in steps:
+            tensor.mul_(1 - group["lr"] * group["weight_decay"])
+            tensor.add_(directions[master_of[tensor].name].view(tensor.shape), alpha=-group["lr"])
+
+    def _directions(self, updates: Mapping[str, tuple[Master, Tensor]]) -> dict[str, Tensor]:
         """Return name -> the flat elements of the step that belong to the piece of that name. Collective over dp and tp.
 
         Args:
@@ -217,49 +245,3 @@ class WholeMatrices:
         if over is not None and self._sync is not None:
             direction = shard_of(direction, ParameterSharding((over,)), {"tp": self._sync.mesh.place.tp})
         return direction.reshape(-1)[piece.start : piece.stop]
-
-
-class Muon(torch.optim.Optimizer):
-    """Muon over masters, each of which holds elements of a single weight.
-
-    Args:
-        groups: torch's parameter groups.
-        matrices: gathers the updates into whole weights.
-        masters: all masters.
-    """
-
-    def __init__(
-        self,
-        groups: Sequence[dict[str, Any]],
-        matrices: WholeMatrices,
-        masters: Sequence[Master],
-        *,
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-    ) -> None:
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
-        self._matrices, self._masters = matrices, masters
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make one step; collective over the ranks that share a weight."""
-        master_of = {master.tensor: master for master in self._masters}
-        updates: dict[str, tuple[Master, Tensor]] = {}
-        steps = [
-            (group, tensor, tensor.grad)
-            for group in self.param_groups
-            for tensor in group["params"]
-            if tensor.grad is not None
-        ]
-        for group, tensor, gradient in steps:
-            state, momentum = self.state[tensor], group["momentum"]
-            if not state:
-                state["momentum_buffer"] = torch.zeros_like(tensor)
-            average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update = gradient.lerp(average, momentum) if group["nesterov"] else average
-            updates[master_of[tensor].name] = (master_of[tensor], update.reshape(-1))
-        directions = self._matrices.directions(updates)
-        for group, tensor, _ in steps:
-            tensor.mul_(1 - group["lr"] * group["weight_decay"])
-            tensor.add_(directions[master_of[tensor].name].view(tensor.shape), alpha=-group["lr"])

@@ -232,7 +232,6 @@ class ExpertLoads:
     def __init__(self, config: Config, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._experts = config.model.num_experts
-        self._biased = config.model.router == "sigmoid"
         blocks = [block_name(number) for number, experts in enumerate(config.model.expert_blocks) if experts]
         self._blocks = len(blocks)
         held = [(at, pipeline.modules[name]) for at, name in enumerate(blocks) if name in pipeline.modules]
@@ -252,9 +251,8 @@ class ExpertLoads:
         if mesh.everyone.group is not None:
             with self._pipeline.waiting("the other ranks' loads of the experts"):
                 dist.all_reduce(table, group=mesh.everyone.group)
-        if self._biased:
-            for at, gate in self._gates:
-                balance(gate, table[at, :-1].to(device))
+        for at, gate in self._gates:
+            balance(gate, table[at, :-1].to(device))
         self._table = table
 
     def take(self) -> tuple[float, float] | None:

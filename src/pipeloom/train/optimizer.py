@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeloom.config.sections import Config, ModelSection, OptimizerSection
-from pipeloom.errors import CheckpointError
 from pipeloom.parallel.buckets import main_dtype
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import clip, exact_sum, squares
-from pipeloom.parallel.masters import Counts, Master, Masters
+from pipeloom.parallel.masters import Counts, Masters
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding
 from pipeloom.runtime import Pipeline
-from pipeloom.train.muon import Muon, MuonWeight, WholeMatrices, fused_in
+from pipeloom.train.muon import Muon, MuonWeight, fused_in
 
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 _CLASSES = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "muon": Muon}
@@ -94,10 +93,8 @@ class Optimizer:
                     if p.requires_grad and self._rule(name) == "muon"
                 }
                 if matrices:  # a rank whose slices hold none of their elements still takes part in gathering them
-                    whole = WholeMatrices(matrices, sync, options.adjust_lr_fn)
-                    self.optimizers.append(
-                        Muon(groups or [{"params": []}], whole, self.masters.all, lr=options.lr, **inertia)
-                    )
+                    rates = {"lr": options.lr, "rule": options.adjust_lr_fn, **inertia}
+                    self.optimizers.append(Muon(groups or [{"params": []}], matrices, self.masters.all, sync, **rates))
             elif groups and rule == "sgd":
                 self.optimizers.append(torch.optim.SGD(groups, lr=options.lr, **inertia))
             elif groups:
@@ -131,9 +128,9 @@ class Optimizer:
         rule = self._rule(name)
         return () if rule == "sgd" and not self._options.momentum else _MOMENTS[rule]
 
-    def _optimizer_of(self, master: Master) -> torch.optim.Optimizer:
-        rule = self._rule(master.name)
-        return next(each for each in self.optimizers if isinstance(each, _CLASSES[rule]))
+    def torch_optimizer(self, name: str) -> torch.optim.Optimizer:
+        """Return the one of `optimizers` that steps a parameter."""
+        return next(each for each in self.optimizers if isinstance(each, _CLASSES[self._rule(name)]))
 
     @property
     def counted(self) -> int:
@@ -199,55 +196,6 @@ class Optimizer:
         states = [state for each in self.optimizers for state in each.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
         return [*self._tensors, *moments]
-
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """Return global name -> `shape` of this process's part of the parameter, `start` and `stop` (range of its elements,
-        counted row by row), `step`, and flat views, not copies, of these elements: `master` and the `moments`.
-
-        `step` is 1.0 where SGD or Muon, which do not count steps, have a state.
-        """
-        states: dict[str, dict[str, Any]] = {}
-        for master in self.masters.all:
-            state = self._optimizer_of(master).state.get(master.tensor, {})
-            moments = [key for key in self.moments(master.name) if state.get(key) is not None]
-            states[master.name] = {
-                "shape": tuple(master.shape),
-                "start": master.start,
-                "stop": master.stop,
-                "step": float(state.get("step", 1.0)) if moments else 0.0,
-                "master": master.tensor.detach().reshape(-1),
-                **{key: state[key].reshape(-1) for key in moments},
-            }
-        return states
-
-    @torch.no_grad()
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Load a state, which must hold the elements of each parameter that this process steps, and may hold more.
-
-        A parameter with `step` 0 has no moments: it has had no gradient yet. Raises CheckpointError for missing elements.
-        """
-        for master in self.masters.all:
-            state = states.get(master.name)
-            if state is None or state["start"] > master.start or state["stop"] < master.stop:
-                raise CheckpointError(
-                    f"the optimizer's state of {master.name!r} does not hold its elements {master.start} to {master.stop}"
-                )
-        self.masters.wait()
-        for optimizer in self.optimizers:
-            optimizer.state.clear()
-        for master in self.masters.all:
-            state, tensor = states[master.name], master.tensor
-            section = slice(master.start - state["start"], master.stop - state["start"])
-            tensor.copy_(state["master"][section].view(tensor.shape))
-            moments = self.moments(master.name)
-            if not state["step"] or not moments:
-                continue
-            mine = self._optimizer_of(master).state[tensor]
-            for key in moments:
-                mine[key] = torch.empty_like(tensor).copy_(state[key][section].view(tensor.shape))
-            if "exp_avg" in moments:
-                mine["step"] = torch.tensor(state["step"], dtype=torch.float32, device=tensor.device)
-        self.masters.publish()
 
     @property
     def _tensors(self) -> list[nn.Parameter]:

@@ -16,11 +16,11 @@ from torch import Tensor
 from pipeloom.errors import DistributedError
 from pipeloom.runtime import Pipeline, replicas
 from pipeloom.runtime.health.status import Names
+from pipeloom.train.checkpoint.state import stepped_states
 from pipeloom.train.optimizer import Optimizer
 
 # Relative to a tensor's norm: on CUDA, tensor-parallel ranks may add the terms of the same sum in different orders.
 CUDA_TP_TOLERANCE = 1e-3
-_STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class ReplicaCheck:
@@ -53,35 +53,35 @@ class ReplicaCheck:
 
         Raises DistributedError on every rank; it names a tensor and ranks that hold different values of it.
         """
-        if self._pipeline._distributed:
-            self._require_equal(step)
+        pipeline, shape = self._pipeline, self._pipeline.mesh.shape
+        if pipeline._distributed:
+            named = dict(self.tensors())
+            tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
+            with pipeline.waiting("the other ranks' checksums"):
+                differences = replicas.compare(named, pipeline._run_control, shape, tolerance)
+            if differences:
+                raise DistributedError(f"after step {step} {self._words(differences)}")
         self.equal_until = step
-
-    def _require_equal(self, step: int) -> None:
-        pipeline, named = self._pipeline, dict(self.tensors())
-        shape = pipeline.mesh.shape
-        tolerance = CUDA_TP_TOLERANCE if pipeline.device.type == "cuda" and shape.tp > 1 else 0.0
-        with pipeline.waiting("the other ranks' checksums"):
-            differences = replicas.compare(named, pipeline._run_control, shape, tolerance)
-        if differences:
-            raise DistributedError(f"after step {step} {self._words(differences)}")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (key, tensor); tensors with equal keys on two ranks must be equal.
 
         A key is `name|part|kind`: the parameter's name, its place along the axes that shard it, and the kind of tensor.
         """
-        pipeline, index = self._pipeline, self._pipeline.mesh.place
-        state = self._optimizer.state_dict()
+        pipeline = self._pipeline
+
+        def place(name: str) -> str:
+            shards = pipeline.layouts[name].shards
+            cut = " ".join(f"{shard.axis} {getattr(pipeline.mesh.place, shard.axis)}" for shard in shards)
+            return f"{self._first.get(name, name)}|{cut}"
+
         for name, parameter in pipeline.named_parameters():
-            sharding = pipeline.layouts[name]
-            cut = " ".join(f"{shard.axis} {getattr(index, shard.axis)}" for shard in sharding.shards)
-            where = f"{self._first.get(name, name)}|{cut}"
-            yield f"{where}|weight", parameter
-            held = state.get(name, {})
-            for kind in _STATES:
-                if isinstance(held.get(kind), Tensor) and not (kind == "master" and _shares(held[kind], parameter)):
-                    yield f"{where}|{kind} {held['start']}:{held['stop']}", held[kind]
+            yield f"{place(name)}|weight", parameter
+        for state in stepped_states(pipeline, self._optimizer):
+            stepped = state.stepped
+            for kind, value in state.values().items():
+                if isinstance(value, Tensor) and value.ndim:
+                    yield f"{place(stepped.name)}|{kind} {stepped.start}:{stepped.stop}", value
 
     def _words(self, differences: Sequence[replicas.Difference]) -> str:
         names, first = Names(self._pipeline.mesh), differences[0]
@@ -95,7 +95,3 @@ class ReplicaCheck:
             "should hold the same bits: memory, a message or a kernel is at fault; start again from the newest checkpoint, "
             "which is from before the difference"
         )
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

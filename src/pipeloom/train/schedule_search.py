@@ -76,7 +76,9 @@ _FIGURES = ("was", "objective", "value", "lower_bound", "source", "seconds", "st
 
 def to_plain(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
     """Return `outcome` as JSON can hold it: the form of its schedule, and under `searched` the figures for the log."""
-    return to_dict(outcome.schedule) | {"searched": figures_of(request, outcome)}
+    figures = {name: getattr(outcome, name) for name in _FIGURES}
+    figures |= {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
+    return to_dict(outcome.schedule) | {"searched": {**figures, "costs": set_fields(outcome.costs)}}
 
 
 def from_plain(plain: Mapping[str, Any]) -> SearchOutcome:
@@ -109,8 +111,8 @@ def search_for(
     family, objective = request.family, request.objective
     baseline = value_of(family, costs, objective)
     sizes, best_cut = (request.ranks, request.microbatches), tuple(cut)
-    names = ("placement", "chunks", "objective", "time_limit", "iterations", "seed")
-    limits: dict[str, Any] = {name: getattr(request, name) for name in names}
+    limits: dict[str, Any] = request.options.model_dump(include={"time_limit", "iterations", "seed"})
+    limits |= {"placement": request.placement, "chunks": request.chunks, "objective": objective}
     try:
         if costs_of is not None:
             best_cut, result = search_cuts_in_bytes(best_cut, costs_of, *sizes, request.memory, **limits)
@@ -195,7 +197,7 @@ def earlier_outcome(config: Config, request: SearchRequest, device: torch.device
 
 def report_outcome(report: Report, key: str, request: SearchRequest, outcome: SearchOutcome) -> None:
     """Print and record the outcome, and save it in the run's folder; `key` is the run's `fingerprint`."""
-    report.record("search", **figures_of(request, outcome))
+    report.record("search", **to_plain(request, outcome)["searched"])
     path = save_outcome(report, key, request, outcome)
     word = "makespan" if outcome.objective == "makespan" else "largest span"
     report.say(
@@ -215,13 +217,6 @@ def save_outcome(report: Report, key: str, request: SearchRequest, outcome: Sear
     saved["searched"]["fingerprint"] = key
     path.write_text(json.dumps(saved, allow_nan=False) + "\n", encoding="utf-8")
     return path
-
-
-def figures_of(request: SearchRequest, outcome: SearchOutcome) -> dict[str, Any]:
-    """Return the outcome as it appears in the log and in the saved file."""
-    of_both = {"family": request.family.name, "gap": outcome.gap, "memory": request.memory}
-    figures = {name: getattr(outcome, name) for name in _FIGURES}
-    return {**figures, **of_both, "costs": set_fields(outcome.costs)}
 
 
 def set_fields(costs: Costs) -> dict[str, Any]:
@@ -255,7 +250,7 @@ def resolve_before_start(layout: Layout, context: WorkerContext, report: Report 
     if request is None:
         return layout
     outcome = None
-    if request.reuse:
+    if request.options.reuse:
         outcome = outcome_of_rank_0(context, request, lambda: earlier_outcome(layout.config, request, context.device))
     if outcome is None and request.before_start:
         costs, source, costs_of = _costs_before_start(layout, request, context, report)
@@ -320,7 +315,8 @@ def estimated(layout: Layout, context: WorkerContext) -> Layout:
     if request is None:
         return layout
     times = tuple(float(flops) / 3 for flops in stage_costs(layout.config, layout.stage_layers))
-    given = replace(request, costs=request.costs or Costs(times, times, times), reuse=False)
+    options = request.options.model_copy(update={"reuse": False})
+    given = replace(request, costs=request.costs or Costs(times, times, times), options=options)
     return resolve_before_start(replace(layout, search=given), context, None)
 
 
@@ -379,7 +375,7 @@ class MeasureThenSearch:
         if self._outcome is not None:
             return self._after_trial_step(self._outcome)
         self._timelines.append(self._pipeline.timeline())
-        steps, count = len(self._timelines), self._request.measure
+        steps, count = len(self._timelines), self._request.options.measure
         if steps < count:
             # Half of the backwards are split in one step and the others in the next, so that every micro-batch is measured
             # both as B and as I and W, and uneven micro-batches bias neither.

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor
 
 from pipeloom.ops.stage_state import StageState
+from pipeloom.parallel.grad_norm import exact_sum
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.loss import PendingLoss
 from pipeloom.train.collect import NumberGather
 from pipeloom.train.optimizer import Optimizer
-from pipeloom.train.step import NormRow, Outcome, norm_of, own_square
+from pipeloom.train.step import NormRow, Outcome, norm_of
 from pipeloom.train.workers.context import together
 
 
@@ -137,7 +138,7 @@ class SpeculativeOptimizer:
         """Step now if this rank's own gradients need no clipping, else once all ranks' numbers have arrived."""
         with self._pipeline.waiting_for_device():
             row = self._row.make(0.0, float(flags))
-        speculate = self._last_norm_within_clip and self._needs_no_clip(math.sqrt(own_square(row, _FLAG_COLUMNS)))
+        speculate = self._last_norm_within_clip and self._needs_no_clip(math.sqrt(exact_sum(row[_FLAG_COLUMNS:])))
         row[0] = float(speculate)
         exchange = NumberGather(self._pipeline, row)
         restore_gradients = None

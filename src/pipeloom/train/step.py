@@ -37,11 +37,6 @@ def norm_of(rows: Sequence[Sequence[float]], flags: int) -> float:
     return global_norm(square for row in rows for square in row[flags:])
 
 
-def own_square(row: Sequence[float], flags: int) -> float:
-    """Return the sum of the squares in one row that begins with `flags` flags."""
-    return exact_sum(row[flags:])
-
-
 @dataclass(frozen=True)
 class LayerNorms:
     """Name -> norm: of gradients before clipping, and of parameters before the step. A tied weight is under its first name."""
@@ -92,21 +87,20 @@ class BadSteps:
         on_spike: the same for a norm above 10 times the median of the last ones; "ignore": such steps count as good.
 
         norms: the list that keeps the norms of up to 100 recent good steps, newest last; empty where spikes are ignored.
+
+    Attributes:
+        actions: kind of a bad step -> what to do about it.
     """
 
     def __init__(self, on_nan: str, on_spike: str, norms: list[float] | None = None) -> None:
         self.norms = [] if norms is None else norms
-        self._actions = {"nan": on_nan, "spike": on_spike}
-
-    def action(self, kind: str) -> str:
-        """Return the configured action for a bad step of this kind ("nan" or "spike")."""
-        return self._actions[kind]
+        self.actions = {"nan": on_nan, "spike": on_spike}
 
     def judge(self, norm: float) -> str:
         """Return `"nan"`, `"spike"`, or `""` for a good step. Its norm is added to `norms`, unless spikes are ignored."""
         if not math.isfinite(norm):
             return "nan"
-        if self._actions["spike"] == "ignore":
+        if self.actions["spike"] == "ignore":
             return ""
         if len(self.norms) >= _LEAST and norm > _SPIKE * median(self.norms):
             return "spike"

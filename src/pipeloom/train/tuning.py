@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from functools import cache
-from types import TracebackType
 
 from pipeloom.ops import use_onednn_linear
 
@@ -79,9 +78,7 @@ class GarbageCollection:
     def __enter__(self) -> GarbageCollection:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._frozen and not self._of_others:  # a fork that froze what it inherited must never collect it
             gc.unfreeze()
 

@@ -20,7 +20,6 @@ from host_reads import HostReads
 from layouts import worst
 from moe_steps import joined, mesh_of
 from paths import ROOT
-from pipeloom.config import MeshShape
 from pipeloom.errors import ArgumentError
 from pipeloom.models import GateShape, MoELayer, TopKGate
 from pipeloom.models.gate import take_loads
@@ -32,6 +31,7 @@ from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import shardings_of
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 EXAMPLE, PORT = (ROOT / f"examples/{name}.py" for name in ("moe_layer", "moe_port"))

@@ -97,12 +97,6 @@ def test_each_rank_holds_two_mirrored_pieces() -> None:
         ContextParallel(Axis((0, 1), 0, None)).own_tokens(torch.arange(6), 0)
 
 
-def test_part_returns_its_argument_since_a_pipeline_cuts_it() -> None:
-    x = torch.arange(8)
-    with pytest.warns(DeprecationWarning, match="own_tokens"):
-        assert ContextParallel(Axis((0, 1), 0, None)).part(x, 0) is x
-
-
 def test_a_mesh_puts_context_ranks_next_to_each_other() -> None:
     shape = MeshShape(pp=2, dp=2, cp=2, ep=4, tp=2)
     assert shape.world == 16

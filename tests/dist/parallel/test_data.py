@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from documents import blocks
 from paths import ROOT
-from pipeloom.config import MeshShape
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue, defer_weight_gradients
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import AFTER_TIES, GradientSync, allreduce_gradients
@@ -22,6 +21,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import WHOLE, ParameterSharding, Shard
 from pipeloom.runtime import Pipeline
 from pipeloom.schedules import gpipe
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.models import layers
 from pipeloom.ops.deferred import WeightGradContext, WeightGradQueue
 from pipeloom.ops.segments import Compute, begin, in_order
@@ -33,6 +33,7 @@ from pipeloom.parallel.expert import Experts
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.router import Gate, Routing, drop_over_capacity, route
 from pipeloom.parallel.sharding import shard_of, shardings_of
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

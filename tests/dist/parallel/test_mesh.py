@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError
 from pipeloom.parallel.mesh import Axis, Mesh, PipelineMesh, group_of_members
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.config import MeshShape
 from pipeloom.errors import DistributedError
 from pipeloom.parallel import shared_memory_sum
 from pipeloom.parallel.buckets import BucketParameter, make_buckets
 from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.shared_memory_sum import SharedBuffers, SharedMemoryAllReduce
 from pipeloom.parallel.zero import StageExchange
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -6,12 +6,12 @@ import pytest
 
 import pipeloom as pl
 from layouts import model
-from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
 from pipeloom.parallel.context import ContextParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.data.tokenizers import ByteTokenizer
 from pipeloom.train.hub.generate import generate
 from processes import run_ranks

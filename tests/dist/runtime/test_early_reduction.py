@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import pipeloom as pl
-from pipeloom.config import MeshShape
 from pipeloom.ops.segments import Compute, Segment, in_order
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 from segmented import NotedMove
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import pipeloom as pl
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.models import layers, token_loss
 from pipeloom.parallel.dispatch import ExpertParallel
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

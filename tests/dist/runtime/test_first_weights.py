@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
-from pipeloom.config import MeshShape
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -12,10 +12,10 @@ from torch.nn.utils import parametrizations
 
 import pipeloom as pl
 from models import WIDTH, Block, batch, blocks, mse
-from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

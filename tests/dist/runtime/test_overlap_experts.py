@@ -10,7 +10,7 @@ import torch
 
 import pipeloom as pl
 from models import gradients
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.models import layers, token_loss
 from pipeloom.models.gate import gates_of, take_loads
 from pipeloom.parallel.dispatch import ExpertParallel
@@ -18,6 +18,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.transforms import unpair
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 LENGTH, ROWS = 8, 7

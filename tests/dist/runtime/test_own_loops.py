@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, batch, mse
 from pipeloom import checkpoint
-from pipeloom.config import MeshShape
 from pipeloom.config.settings import load
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
-from pipeloom.config import MeshShape, load
+from pipeloom.config import load
 from pipeloom.errors import DistributedError
 from pipeloom.parallel.grad_norm import exact_sum
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import ParameterSharding, Shard
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from processes import run_ranks
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import pipeloom as pl
 from models import WIDTH, Block, batch, mse
 from pipeloom import checkpoint
-from pipeloom.config import MeshShape
 from pipeloom.errors import UsageError
 from pipeloom.parallel.masters import Master
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
 from pipeloom.schedule.sharding import reduce_gradients, shard
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 RATE, CLIP = 0.05, 0.5

@@ -15,11 +15,11 @@ from torch.nn.functional import cross_entropy, linear
 import pipeloom as pl
 from dying import run_until_dead
 from models import WIDTH, Block, mse
-from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, DistributedError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, LocalPipeline, Pipeline, RuntimeOptions
 from pipeloom.runtime.tied_weights import merged
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 pytestmark = pytest.mark.core

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import pipeloom as pl
 from models import WIDTH, batch, mse
-from pipeloom.config import MeshShape
 from pipeloom.errors import ConfigError, UsageError
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.runtime import Layer, Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 ORDER = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pipeloom as pl
 from models import WIDTH, Block, gradients, worst
-from pipeloom.config import MeshShape, load_layout
+from pipeloom.config import load_layout
 from pipeloom.errors import UsageError
 from pipeloom.measure.build import build_pipeline, model_layers, training_loss
 from pipeloom.parallel.mesh import Mesh
@@ -22,6 +22,7 @@ from pipeloom.runtime.p2p import shared_memory
 from pipeloom.runtime.tensor_spec import to_numbers
 from pipeloom.schedule.families import build
 from pipeloom.schedule.transforms import transformed
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 TOKENS = 24  # the most of a micro-batch

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeloom.config import load, resolve
+from pipeloom.config import load
 from pipeloom.measure.build import build_pipeline
 from pipeloom.models.gate import gates_of
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.train.observers import ExpertLoads, observers
 from processes import run_ranks
+from resolved import resolve
 
 pytestmark = pytest.mark.core
 

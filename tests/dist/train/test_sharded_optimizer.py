@@ -10,15 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.config import MeshShape, load
+from optimizer_states import optimizer_states
+from pipeloom.config import load
 from pipeloom.config.sections import OptimizerSection
-from pipeloom.errors import CheckpointError
 from pipeloom.ops.deferred import WeightGradContext, defer_weight_gradients
 from pipeloom.parallel import collectives
 from pipeloom.parallel.buckets import BucketParameter
 from pipeloom.parallel.data import GradientSync
 from pipeloom.parallel.grad_norm import exact_sum, global_norm
 from pipeloom.parallel.mesh import Mesh
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.train.optimizer import Optimizer
 from pipeloom.train.speculative import OptimizerCopy
 from processes import run_ranks
@@ -151,7 +152,7 @@ def four_ranks(rank: int) -> None:
         for name, value in weights[sharded].items():
             torch.testing.assert_close(value, want[name], rtol=2e-5, atol=2e-6)
         states[sharded] = [None] * 4
-        dist.all_gather_object(states[sharded], replica.optimizer.state_dict())
+        dist.all_gather_object(states[sharded], optimizer_states(replica.optimizer))
         held[sharded] = replica.optimizer.state_bytes
         everywhere = torch.tensor(held[sharded])
         dist.all_reduce(everywhere)
@@ -164,23 +165,12 @@ def four_ranks(rank: int) -> None:
     for other in gathered:  # bitwise the same on all ranks
         for sharded in (False, True):
             assert all(torch.equal(other[sharded][name], value) for name, value in weights[sharded].items())
-    # slices put together are the unsharded state, and either continues as the other would
+    # slices put together are the unsharded state
     merged = merge_states(states[True])
     for name, state in states[False][0].items():
         assert (merged[name]["start"], merged[name]["stop"]) == (0, weights[True][name].numel())
         for key in ("master", "exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(merged[name][key], state[key], rtol=1e-5, atol=1e-7)
-    with pytest.raises(CheckpointError, match="does not hold"):
-        Replica(mesh, torch.float32, False).optimizer.load_state_dict(merge_states([states[True][0], states[True][2]]))
-    resumed = Replica(mesh, torch.float32, False)
-    resumed.optimizer.load_state_dict(merged)
-    again = Replica(mesh, torch.float32, True)
-    again.optimizer.load_state_dict(merged)
-    resumed.train(STEPS, STEPS + 2)
-    again.train(STEPS, STEPS + 2)
-    for name, value in resumed.weights().items():
-        torch.testing.assert_close(again.weights()[name], value, rtol=1e-6, atol=1e-7)
-        assert not torch.equal(value, weights[True][name])
 
 
 def test_sharded_states_step_as_whole_ones() -> None:
@@ -248,7 +238,7 @@ def test_bf16_follows_fp32() -> None:
     start = {name: value.float() for name, value in replica.weights().items()}
     for step in range(40):
         replica.optimizer.step(replica.gradients(step), 2e-5)  # below bf16's resolution of weights near 1
-    moved = {name: state["master"] for name, state in replica.optimizer.state_dict().items()}
+    moved = {name: state["master"] for name, state in optimizer_states(replica.optimizer).items()}
     norm = moved["1.weight"]  # LayerNorm's weights start at 1, where bf16's steps are 2^-8
     assert 1e-4 < float((norm - start["1.weight"]).abs().max()) < 2**-8
     assert all(
@@ -296,5 +286,5 @@ def test_masters_learn_of_weights_that_were_loaded() -> None:
             parameter.fill_(0.5)
     for changed in replica.sync.changed:
         changed()
-    masters = [state["master"] for state in replica.optimizer.state_dict().values()]
+    masters = [state["master"] for state in optimizer_states(replica.optimizer).values()]
     assert all(torch.equal(master, torch.full_like(master, 0.5)) for master in masters)

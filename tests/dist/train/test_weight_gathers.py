@@ -113,14 +113,6 @@ def of_copy(trainer: Trainer) -> dict[str, Tensor]:
     return weights_of(trainer)
 
 
-def of_optimizer(trainer: Trainer) -> dict[str, Tensor]:
-    """After a load of half the masters' values, which what is under way must not overwrite: twice the weights."""
-    state = trainer.optimizer.state_dict()
-    halves = {name: {**each, "master": each["master"] / 2} for name, each in state.items()}
-    trainer.optimizer.load_state_dict(halves)
-    return {name: 2 * value for name, value in weights_of(trainer).items()}
-
-
 def of_load(trainer: Trainer) -> dict[str, Tensor]:
     """After a load of halves into the pipeline: twice the weights."""
     trainer.pipeline.load_state_dict({name: value / 2 for name, value in trainer.pipeline.state_dict().items()})
@@ -145,7 +137,6 @@ READERS: dict[str, Callable[[Trainer], Mapping[str, Tensor]]] = {
     "modules": of_modules,
     "state_dict": lambda trainer: trainer.pipeline.state_dict(),
     "copy": of_copy,
-    "optimizer": of_optimizer,
     "load": of_load,
     "close": of_end,
 }
@@ -155,7 +146,7 @@ def readers(rank: int) -> list[str]:
     """Those who saw other weights than without sharding; the gathers move nothing unless they are waited for."""
     wrong = []
     narrow = {**CHUNKS, "train.dtype": "bfloat16", "model.tie_word_embeddings": True}
-    for changes, chosen in ((CHUNKS, [*READERS, "evaluate", "predict"]), (narrow, ["modules", "optimizer", "load"])):
+    for changes, chosen in ((CHUNKS, [*READERS, "evaluate", "predict"]), (narrow, ["modules", "load"])):
         layout, whole, losses = train(rank, {**changes, "optimizer.zero1": False})
         wanted, probe = weights_of(whole), batch_of(layout, 99, rank)
         loss, outputs = whole.pipeline.evaluate(probe.tokens, probe.targets), whole.pipeline.predict(probe.tokens)

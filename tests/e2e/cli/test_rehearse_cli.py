@@ -9,7 +9,7 @@ import pytest
 
 import pipeloom as pl
 from commands import pipeloom
-from pipeloom.schedule.segments import SegmentCosts
+from pipeloom.schedule.segments import segment_costs
 from pipeloom.traces.segment_times import read_segments
 
 SIZES = "--ranks 2 --microbatches 4"
@@ -38,7 +38,7 @@ def test_segments_in_chunks_are_rehearsed_as_they_are_simulated(tmp_path: Path) 
         about = json.loads(done.stdout)["rehearsal"]
         simulated.append(about["simulated"])
         assert about["rehearsed"] >= 0.98 * about["simulated"]
-        costs = SegmentCosts((read_segments(str(file))["segments"],)).costs()
+        costs = segment_costs([read_segments(str(file))["segments"]])
         assert about["simulated"] == pytest.approx(0.005 * pl.simulate(pl.schedules.one_f_one_b(2, 4), costs).makespan)
     assert simulated[1] < 0.8 * simulated[0]
 

@@ -14,7 +14,7 @@ import pytest
 
 from paths import DATA
 from pipeloom.cli import app, train, verify, workers
-from pipeloom.config import SECTIONS
+from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, UsageError
 
 pytestmark = pytest.mark.core

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import pipeloom as pl
 from hf_families import MODEL_FAMILIES, make_batch
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.errors import ArgumentError
 from pipeloom.models import VocabularyRanks, cross_entropy, hf, hub_name, layers, tied, token_loss
 from pipeloom.models.hf.library import transformers
@@ -21,6 +21,7 @@ from pipeloom.parallel.mesh import Axis, Mesh
 from pipeloom.parallel.sharding import join, shard_of
 from pipeloom.parallel.tensor import ColumnLinear, TensorParallel
 from pipeloom.runtime import LocalPipeline, Pipeline
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 OPTIONS = LoraOptions(r=3, lora_alpha=5.0)
@@ -220,7 +221,9 @@ def test_targets_are_chosen_as_peft_does() -> None:
     ]
 
     def chosen(targets: Any) -> list[int]:
-        return [at for at, name in enumerate(names) if LoraOptions(1, 1, 0, targets).chooses(name)]
+        return [
+            at for at, name in enumerate(names) if LoraOptions(r=1, target_modules=targets, lora_alpha=1).chooses(name)
+        ]
 
     assert chosen("all-linear") == [0, 1, 3]
     assert chosen(("q_proj", "lm_head")) == [0, 2]

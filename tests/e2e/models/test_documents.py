@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import pipeloom as pl
-from pipeloom.config import MeshShape, ModelSection, load
+from pipeloom.config import ModelSection, load
 from pipeloom.models import decoder as documents
 from pipeloom.models import layers, tied, token_loss
 from pipeloom.models.decoder import document_numbers, visible
@@ -18,6 +18,7 @@ from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from processes import run_ranks
 
 LENGTH, ROWS, MICROBATCHES = 16, 8, 4

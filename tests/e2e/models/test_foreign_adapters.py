@@ -92,7 +92,8 @@ def test_an_adapter_of_peft_is_computed_as_there_or_refused_by_its_key(kind: str
         return
     keys, layers = adapter_keys(str(tmp_path), "lora.adapter"), hf.layers(base)
     targets = keys["target_modules"]
-    lora = LoraOptions(keys["r"], keys["lora_alpha"], 0.0, targets if isinstance(targets, str) else tuple(targets))
+    rule = targets if isinstance(targets, str) else tuple(targets)
+    lora = LoraOptions(r=keys["r"], lora_alpha=keys["lora_alpha"], target_modules=rule)
     pipeline = LocalPipeline(
         with_adapters(layers, lora, 0), pl.schedules.one_f_one_b(2, 2), loss=cross_entropy, tied=layers.tied
     )

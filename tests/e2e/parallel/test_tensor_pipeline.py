@@ -10,13 +10,13 @@ from torch import Tensor
 
 import pipeloom as pl
 from layouts import LENGTH, model, worst
-from pipeloom.config import MeshShape
 from pipeloom.models import layers, tied, token_loss
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.parallel.mesh import Mesh
 from pipeloom.parallel.sharding import join
 from pipeloom.parallel.tensor import TensorParallel
 from pipeloom.runtime import Pipeline, RuntimeOptions
+from pipeloom.shapes.mesh import MeshShape
 from pipeloom.traces.measured import step_time, time_spent
 from processes import run_ranks
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import pipeloom as pl
+from optimizer_states import optimizer_states
 from pipeloom.config import load_layout
 from pipeloom.config.settings import to_toml
 from pipeloom.errors import ConfigError
@@ -49,7 +50,7 @@ def trained(**changes: Any) -> tuple[Notes, dict[str, Tensor]]:
     train = layout.config.train
     trainer.train(TEXT, evenly_spaced(TEXT[:1500], train.global_batch_size, train.seq_len, train.eval_batches))
     state = {name: value.clone() for name, value in pipeline.state_dict().items()}
-    for name, kinds in trainer.optimizer.state_dict().items():
+    for name, kinds in optimizer_states(trainer.optimizer).items():
         state |= {f"{name} {kind}": value.clone() for kind, value in kinds.items() if isinstance(value, Tensor)}
     return notes, state
 
@@ -183,7 +184,7 @@ def test_wandb_is_offline_and_has_the_figures(
     monkeypatch.delenv("WANDB_MODE", raising=False)
     layout = load_layout("tiny", {"log.dir": str(tmp_path), "log.wandb": "loom"})
     with Report(layout.config, origins=layout.origins) as report:
-        report.figures(3, {"loss": 2.0, "bubble_measured": 0.25})
+        report.figures(3, {"loss": 2.0, "bubble_rate": 0.25})
         fake.fails = True
         report.figures(4, {"loss": 1.0})
         fake.fails = False
@@ -193,7 +194,7 @@ def test_wandb_is_offline_and_has_the_figures(
     assert kind == "init"
     assert (keys["project"], keys["mode"], keys["name"], keys["dir"]) == ("loom", "offline", folder.name, str(folder))
     assert keys["config"]["optimizer"]["name"] == "adamw"
-    assert rest == [("log", (3, {"loss": 2.0, "bubble_measured": 0.25}))]
+    assert rest == [("log", (3, {"loss": 2.0, "bubble_rate": 0.25}))]
     assert "WandbFigures: RuntimeError: no room; training continues without it" in capsys.readouterr().out
     with Report(layout.config):
         pass

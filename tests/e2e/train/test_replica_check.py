@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from optimizer_states import optimizer_states
 from pipeloom.config import load_layout
 from pipeloom.errors import DistributedError, PipeloomError
 from pipeloom.measure.build import build_pipeline
@@ -102,7 +103,7 @@ def damaged(rank: int, settings: dict[str, Any], victim: int, name: str, kind: s
         if kind == "weight":
             (tensor,) = (p for n, p in trainer.pipeline.named_parameters() if n == name)
         else:
-            tensor = trainer.optimizer.state_dict()[name][kind]
+            tensor = optimizer_states(trainer.optimizer)[name][kind]
         with torch.no_grad():
             bits = tensor.detach().view(-1).view(torch.int32)
             bits[bits.numel() // 2] ^= 1

@@ -106,14 +106,20 @@ def test_a_run_that_does_not_fit_ends_with_the_closest_one_that_does(
     with pytest.raises(CapacityError) as error:
         run(tmp_path, *flags, "--train.dtype=bfloat16", "--device=h100")
     words = str(error.value)
-    short = r"rank 0 needs (\S+) GiB, (\S+) more than there are; the closest layout that fits, with (\S+) GiB: "
+    short = r"rank 0 needs (\S+) GiB, (\S+) GiB more than there are; the closest layout that fits, with (\S+) GiB: "
     match = re.match(short, words)
     assert match is not None, words
     need, missing, enough = map(float, match.groups())
-    assert need - missing == pytest.approx(79.1, abs=0.11)
+    assert need - missing == pytest.approx(79.1, abs=0.6), "three digits are printed"
     assert enough < need - missing
     assert words.endswith(": --parallel.zero 1")
     assert "dry run: 8 workers would start" in capsys.readouterr().out
+
+
+def test_missing_bytes_are_in_a_unit_that_shows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "missing_of_trainer", lambda: ["torch"])
+    with pytest.raises(CapacityError, match=r"rank \d needs \d+ KiB, \d+ KiB more than there are; no layout"):
+        run(tmp_path, "--memory=100KiB")
 
 
 def test_flags_of_a_dry_run_need_it(tmp_path: Path) -> None:

@@ -88,6 +88,12 @@ def test_strict_refuses_what_is_lost_and_what_is_not_understood(tmp_path: Path) 
     assert "zero=1: torchtitan has no word for it" in str(result.exception)
 
 
+def test_what_is_not_understood_is_said_before_a_refusal_that_it_causes() -> None:
+    result = run("translate", "-", "--to", "pipeloom", text=MEGATRON.replace("--swiglu", "--swigluu"))
+    assert "cannot describe feed-forward parts without a gate" in str(result.exception)
+    assert "not understood: --swigluu is not known; did you mean 'swiglu'?" in result.stderr
+
+
 def test_a_text_of_no_system_is_refused(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text("The loom runs.")
     result = run("translate", str(tmp_path / "poem.txt"), "--to", "megatron")

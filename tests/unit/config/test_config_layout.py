@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeloom.config import even_sizes, load, load_layout, resolve, stage_costs
+from pipeloom.config import load, load_layout, stage_costs
 from pipeloom.errors import ConfigError, ScheduleError
 from pipeloom.schedule.csv_form import to_csv
 from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
 from pipeloom.schedule.transforms import recompute
+from pipeloom.shapes.cut import even_sizes
 from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
+from resolved import resolve
 
 
 @given(st.integers(1, 60), st.integers(1, 20))

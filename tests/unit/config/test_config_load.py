@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeloom.config import SECTIONS, descriptions, load, load_layout, split_arguments, to_toml
+from pipeloom.config import descriptions, load, load_layout, split_arguments, to_toml
+from pipeloom.config.sections import SECTIONS
 from pipeloom.config.settings import built_in, read_toml
 from pipeloom.errors import ConfigError, UsageError, from_machine
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipeloom.config import load, load_layout, resolve
+from pipeloom.config import load, load_layout
 from pipeloom.errors import ConfigError, ScheduleError
+from resolved import resolve
 
 
 def problems(path: Path | str | None = None, world_size: int | None = None, **overrides: Any) -> list[str]:

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from paths import ROOT
-from pipeloom.config import load, load_layout, resolve
+from pipeloom.config import load, load_layout
 from pipeloom.config.sections import RouterName
 from pipeloom.errors import ConfigError
 from pipeloom.measure.build import build_pipeline, model_layers, moe_classes
 from pipeloom.models.layers import block_name
 from pipeloom.shapes.decoder import ROUTERS
 from pipeloom.shapes.layers import layer_sizes, parameter_count, training_flops
+from resolved import resolve
 
 EXPERTS = {"model.num_experts": 8, "parallel.dp": 4, "train.global_batch_size": 40}
 

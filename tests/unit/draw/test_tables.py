@@ -30,7 +30,7 @@ def test_a_table_prints_within_80_columns_and_shows_its_labels() -> None:
 
 
 def test_what_is_no_schedule_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"^schedules: one is of type str; give "):
+    with pytest.raises(UsageError, match=r"^schedules is \['1f1b'\]; it must be an Iterable\[Schedule \| Timeline\]"):
         pl.compare(["1f1b"])  # type: ignore[list-item]
     with pytest.raises(UsageError, match=r"^schedules: there are none"):
         pl.compare([])

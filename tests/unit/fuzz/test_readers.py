@@ -30,8 +30,8 @@ from pipeloom.schedule.json_form import from_json, to_json
 from pipeloom.shapes import hub
 from pipeloom.traces import chrome, timed_csv, timelines
 from pipeloom.traces.segment_times import read_segments
-from pipeloom.train.data.conversations import BadConversation, Conversation
-from pipeloom.train.data.sources import BadRecord, Fields, find, records
+from pipeloom.train.data.conversations import BadDocument, Conversation
+from pipeloom.train.data.sources import Fields, find, records
 from pipeloom.train.data.store import template_of
 from pipeloom.train.data.tokenizers import ByteTokenizer, SimpleTemplate, load_tokenizer
 
@@ -60,8 +60,8 @@ def read_chat(file: Path) -> str:
     """Return the keys that are said to be of no use."""
     fields, template = Fields(find(str(file), "jsonl"), ""), SimpleTemplate(ByteTokenizer())
     for record in records(fields):
-        if isinstance(record, BadRecord):
-            raise BadConversation(record.why)
+        if isinstance(record.value, BadDocument):
+            raise record.value
         if isinstance(record.value, Conversation):
             template.rows(record.value)
     return ", ".join(sorted(fields.unknown))
@@ -153,7 +153,7 @@ def test_a_changed_file_is_read_or_refused(kind: str, tmp_path: Path, monkeypatc
         file.write_bytes(content)
         try:
             read(file)
-        except (PipeloomError, BadConversation) as error:
+        except (PipeloomError, BadDocument) as error:
             refused += max(map(len, str(error).split())) < 300 or pytest.fail(f"an echo of {words}")
         except Exception as error:
             raise AssertionError(f"{kind}: {words}") from error
@@ -193,7 +193,7 @@ def test_an_invented_key_is_named(
         for _ in range(1 if kind == "schedules" else 2):
             try:
                 said.append(str(read(file)))
-            except (PipeloomError, BadConversation) as error:
+            except (PipeloomError, BadDocument) as error:
                 said.append(str(error))
         logged = [record.getMessage() for record in caplog.records]
         assert "invented" in said[0] or ["invented" in line for line in logged] == [True]

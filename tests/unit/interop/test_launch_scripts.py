@@ -260,12 +260,15 @@ def test_a_length_that_is_not_in_the_text_is_that_of_the_positions(tmp_path: Pat
         ("--pipeline-model-parallel-size 3", "nearest: 2 or 4, or a --pipeline-model-parallel-layout"),
         ("--num-layers-per-virtual-pipeline-stage 3", "nearest: 4 or 8 chunks"),
         ("--pipeline-model-parallel-layout 'Et*16|t*8|t*8L'", "3 stages, no multiple of 2 ranks; nearest: 2"),
+        ("--world-size 25", "25 devices are no multiple of tp x pp x cp = 4 (arguments.py); nearest: 24 or 28"),
+        ("--micro-batch-size -1", "--micro-batch-size -1: it must be a whole number of at least 1"),
+        ("--tensor_model_parallel_size 0", "--tensor_model_parallel_size 0: it must be a whole number of at least 1"),
     ],
 )
 def test_a_division_that_megatron_refuses_names_the_nearest(flags: str, nearest: str, tmp_path: Path) -> None:
     with pytest.raises(PipeloomError, match=re.escape(nearest)):
         read_text(
-            (FOLDER / "flags.txt").read_text().strip() + f" {flags} --world-size 24 --global-batch-size 96", tmp_path
+            (FOLDER / "flags.txt").read_text().strip() + f" --world-size 24 --global-batch-size 96 {flags}", tmp_path
         )
 
 

@@ -20,7 +20,7 @@ from pipeloom.runtime import LocalPipeline, RuntimeOptions
 from pipeloom.runtime.pipeline import run_beside
 from pipeloom.schedule import Action, Costs, Schedule, simulate
 from pipeloom.schedule.actions import parse_action
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, segment_costs
 from pipeloom.schedule.transforms import unpair
 
 
@@ -191,7 +191,7 @@ def test_chunks_and_levels_take_as_long_as_their_simulation(paired: bool, hands:
     whole = LayerSegments(dispatch=0.5, combine=1, inside=1)  # nothing computes while a hop inside a node is under way
     for layers in ((whole,), *(tuple(some_layer(random) for _ in range(random.randint(1, 3))) for _ in range(7))):
         schedule = pl.schedules.build("1f1b-overlap", 1, 3)
-        costs = SegmentCosts((layers,)).costs()
+        costs = segment_costs([layers])
         rehearsal = Rehearsal(schedule if paired else unpair(schedule), costs, unit=0.01, segments=layers)
         begun = hands.now
         _run(rehearsal, hands)

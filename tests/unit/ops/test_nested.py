@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
+from pipeloom.errors import UsageError
 from pipeloom.ops.nested import mapped, tensors_in
 
 
@@ -33,3 +35,14 @@ def test_a_changed_value_has_the_containers_of_the_old_one() -> None:
         torch.Size,
     ]
     assert mapped(value, Tensor, torch.numel)[1]["a"] == Sample(2, "b")  # type: ignore[arg-type]
+
+
+def test_a_sequence_whose_class_takes_other_arguments_is_named() -> None:
+    class Window(list[Any]):
+        def __init__(self, first: Any, last: Any) -> None:
+            super().__init__((first, last))
+
+    with pytest.raises(
+        UsageError, match=r"^a Window cannot be made of its items \(.*'last'\); give a tuple or a list$"
+    ):
+        mapped(Window(1, 2), int, float)

@@ -192,7 +192,7 @@ def test_a_family_that_is_not_known_no_time_and_no_memory_are_refused() -> None:
         with pytest.raises(UsageError, match=rf"^families={shown}: give \(name, chunks\)"):
             plan_step([3], 2, tokens=100, families=families)  # type: ignore[arg-type]
     for tokens in (math.nan, "100"):
-        with pytest.raises(UsageError, match=r"^tokens is .*; it must be a whole number of at least 1"):
+        with pytest.raises(UsageError, match=r"^tokens is .*; it must be a whole number"):
             plan_step([3], 2, tokens=tokens)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="memory is nan; it must be a number above 0"):
         plan_step([3], 2, tokens=100, memory=math.nan)

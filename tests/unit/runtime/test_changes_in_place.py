@@ -16,6 +16,7 @@ import pipeloom as pl
 from models import WIDTH, batch, mse, serial
 from pipeloom.measure.layer_bytes import measured_layer
 from pipeloom.ops.host_memory import HostBuffers
+from pipeloom.ops.saved_tensors import saving
 from pipeloom.runtime import LocalPipeline, in_part
 from pipeloom.runtime.offload import Parts, SavedTensors
 from pipeloom.schedule import Costs, Schedule
@@ -224,7 +225,7 @@ def test_a_change_after_the_copy_back_or_of_a_part_that_stays_is_seen() -> None:
         saved = SavedTensors(torch.device("cpu"), HostBuffers(torch.device("cpu")), Parts(frozenset(numbers), 2))
         saved.begin([])
         x = torch.randn(8, requires_grad=True)
-        with saved.saving():
+        with saving(saved.pack):
             first = x.exp()
             second = first.exp()
         saved.complete()

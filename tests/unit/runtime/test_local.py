@@ -130,7 +130,7 @@ def test_a_schedule_by_its_name_is_refused_before_the_step() -> None:
 
 
 def test_a_weight_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigError, match="weight is 2; it must be a function of a micro-batch's targets, or None"):
+    with pytest.raises(ConfigError, match=r"weight is 2; it must be a Callable\[.*\] or None"):
         LocalPipeline(blocks(2), pl.schedules.gpipe(2, 2), loss=mse, weight=2)  # type: ignore[arg-type]
 
 

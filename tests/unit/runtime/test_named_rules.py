@@ -35,7 +35,6 @@ REFUSED = {
         MIDDLE,
         Layer("up", Up, reads={"ship": "skip"}),
     ],
-    "layer 'up': reads is the string 'skip'; give names in a tuple": [DOWN, MIDDLE, Layer("up", Up, reads="skip")],
     "layer 'down': writes has the name 'output'; give a Python identifier other than 'output'": [
         Layer("down", Down, writes={"skip": "output"}),
         MIDDLE,
@@ -46,7 +45,6 @@ REFUSED = {
         MIDDLE,
         Layer("up", Up, losses={"a": LossTerm(mse)}),
     ],
-    "layer 'up': losses is {'a': 1.0}; give {key: LossTerm": [DOWN, MIDDLE, Layer("up", Up, losses={"a": 1.0})],  # type: ignore[dict-item]
     "layer 'up': reads has the name 'microbatch'; give a Python identifier other than 'output', 'microbatch' and 'slice_state'": [
         DOWN,
         MIDDLE,

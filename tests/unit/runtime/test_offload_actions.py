@@ -17,6 +17,7 @@ from models import WIDTH, Block, batch, mse
 from pipeloom.errors import ConfigError
 from pipeloom.ops.host_memory import HostBuffers
 from pipeloom.ops.live_bytes import LiveBytes
+from pipeloom.ops.saved_tensors import saving
 from pipeloom.runtime import LocalPipeline
 from pipeloom.runtime.offload import SavedTensors
 from pipeloom.runtime.pipeline import run_beside
@@ -161,7 +162,7 @@ def test_a_storage_travels_whole_and_once_and_what_is_held_does_not(live: LiveBy
     with live:
         saved = SavedTensors(CPU, HostBuffers(CPU))
         saved.begin([weight, x])
-        with saved.saving():
+        with saving(saved.pack):
             result = loss()
         before = live.now
         saved.complete()

@@ -38,7 +38,7 @@ def test_a_forward_that_there_is_room_for_does_not_wait_for_memory() -> None:
 def test_a_rank_without_actions_idles_for_the_whole_step() -> None:
     programs, routes = [["0F0", "0B0"], []], [[0], [1]]
     timeline = pl.simulate(pl.Schedule.of(programs, placement=[0, 1], microbatches=1, routes=routes, route_of=[0]))
-    assert [phases.total for phases in timeline.idle_by_phase] == [0.0, 3.0]
+    assert [sum(phases) for phases in timeline.idle_by_phase] == [0.0, 3.0]
     assert timeline.gaps == ((), (Gap(0.0, 3.0, "end of step", 0),))
 
 

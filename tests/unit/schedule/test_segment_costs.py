@@ -13,7 +13,7 @@ from pipeloom import schedules
 from pipeloom.errors import UsageError
 from pipeloom.schedule import Costs, simulate
 from pipeloom.schedule.bounds import lower_bound
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts, exposed, length, run_block
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, exposed, length, run_block, segment_costs
 
 
 def unit(x: float) -> LayerSegments:
@@ -139,27 +139,24 @@ def test_two_levels_by_hand() -> None:
     assert exposed(block) == 4
     whole = run_block([replace(layer, chunks=1)], ())
     assert length(whole) == 1 + 2 + 2 + 2 + 2 * 1
-    costs = SegmentCosts.uniform(layer).costs()
+    costs = segment_costs([(layer,)])
     assert (costs.forward, costs.all_to_all) == (7, pytest.approx(8 / 14))
 
 
 def test_costs_of_uniform_stages() -> None:
-    costs = SegmentCosts.uniform(unit(1.5)).costs(p2p=0.25)
+    costs = segment_costs([(unit(1.5),)], p2p=0.25)
     assert costs == Costs(5, 5, 2, 0.25, all_to_all=0.6, pair=6.5, pair_split=6, backward=6)
-    whole = SegmentCosts.uniform(unit(1.5), split=False).costs()
-    assert (whole.pair, whole.backward) == (7, 7)
-    assert SegmentCosts.uniform(unit(0.5), 4).pair(0, 0) == 24  # all hidden
+    assert segment_costs([(unit(0.5),) * 4]).pair == 24  # all hidden
 
 
 def test_stages_that_differ() -> None:
     dense = LayerSegments(PhaseTimes(2, 2, 2), PhaseTimes(0, 0, 0))
-    model = SegmentCosts(((dense,), (unit(1),), (unit(1), dense)))
-    costs = model.costs()
+    costs = segment_costs([(dense,), (unit(1),), (unit(1), dense)])
     assert costs.forward == (2, 4, 6)
     assert costs.all_to_all == (0, 0.5, pytest.approx(4 / 12))
     assert isinstance(costs.pair, tuple)
     assert costs.pair[0][0] == 6
-    assert costs.pair[0][1] == model.pair(0, 1)
+    assert costs.pair[0][1] == length(run_block([dense], [unit(1)]))
     assert costs.pair[2][1] != costs.pair[1][2]
     # a backward that sends nothing computes while the forward's dispatch is under way, and not before
     rows = [(each.name, each.start) for each in run_block([unit(1)], [dense])]
@@ -169,16 +166,16 @@ def test_stages_that_differ() -> None:
 
 def test_the_simulator_runs_on_them() -> None:
     """F|B, F|I, B alone and both stages of a pair enter the simulation, and the bound stays below."""
-    model = SegmentCosts(((unit(0.5),), (unit(1.5), unit(1))))
-    costs = model.costs()
+    layers = unit(1.5), unit(1)
+    costs = segment_costs([(unit(0.5),), layers])
     programs = [["0F0", "0F1", "0B0", "0I1", "0W1"], ["1F0", "(1F1;1B0)OVERLAP_F_B", "1I1", "1W1"]]
     schedule = schedules.gpipe(2, 2).__class__.of(programs, placement=[0, 1], microbatches=2)
     timeline = simulate(schedule, costs)
-    assert timeline.ends[1][1] - timeline.starts[1][1] == pytest.approx(model.pair(1, 1))
+    assert timeline.ends[1][1] - timeline.starts[1][1] == pytest.approx(length(run_block(layers, layers)))
     assert timeline.ends[0][2] - timeline.starts[0][2] == pytest.approx(costs.per_stage("backward", 2)[0])
     assert lower_bound(schedule, costs) <= timeline.makespan
     mixed = schedules.interleaved_overlap(2, 8, 2)
-    four = SegmentCosts(tuple((unit(x),) for x in (0.2, 0.7, 1.4, 2.5))).costs()
+    four = segment_costs([(unit(x),) for x in (0.2, 0.7, 1.4, 2.5)])
     timeline = simulate(mixed, four)
     found = {
         (pair.forward.stage, pair.backward.stage): end - start
@@ -193,7 +190,7 @@ def test_the_simulator_runs_on_them() -> None:
 
 
 def test_scaled_and_refused() -> None:
-    costs = SegmentCosts(((unit(1),), (unit(2),))).costs()
+    costs = segment_costs([(unit(1),), (unit(2),)])
     half = costs.scaled(0.5)
     assert isinstance(half.pair, tuple)
     assert isinstance(costs.pair, tuple)

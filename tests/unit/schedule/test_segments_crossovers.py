@@ -13,11 +13,11 @@ import pytest
 
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.families import build
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, segment_costs
 
 RANKS = (4, 8, 16)
 HALF = PhaseTimes(0.25, 0.25, 0.5)
-HIDDEN = SegmentCosts.uniform(LayerSegments(HALF, HALF, 0.25, 0.25)).costs()
+HIDDEN = segment_costs([(LayerSegments(HALF, HALF, 0.25, 0.25),)])
 COSTS = {"gain": replace(HIDDEN, backward=None), "no gain": Costs(), "B alone hides, too": HIDDEN}
 
 

@@ -12,7 +12,7 @@ from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
 from pipeloom.schedule.model import parts
-from pipeloom.schedule.segments import LayerSegments, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, segment_costs
 from pipeloom.solver.construct import FIRST_RULES, OTHER_RULES, sequences_of, with_pairs
 from pipeloom.solver.evaluate import evaluate
 from pipeloom.solver.instance import Instance, Sequences
@@ -20,7 +20,7 @@ from pipeloom.solver.merge_backward import merge_weight_grads
 from pipeloom.solver.neighbourhood import SequenceState, critical_blocks, estimate, neighbours, shift
 from pipeloom.solver.tabu import WITH_PAIRS
 
-MODEL = SegmentCosts.uniform(LayerSegments(dispatch=1.5, combine=1.5)).costs(p2p=0.25, held=0.5)
+MODEL = segment_costs([(LayerSegments(dispatch=1.5, combine=1.5),)], p2p=0.25, held=0.5)
 COSTS = [
     Costs(weight_grad=0.7, all_to_all=0.3),
     Costs(1, 1.5, 0.5, 0.3, all_to_all=0.6, held=0.5),

@@ -8,7 +8,7 @@ import pipeloom as pl
 from pipeloom.schedule import Costs, check, simulate
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.schedule.families import build
-from pipeloom.schedule.segments import LayerSegments, PhaseTimes, SegmentCosts
+from pipeloom.schedule.segments import LayerSegments, PhaseTimes, segment_costs
 from pipeloom.solver.bounds import pairs_gain
 from pipeloom.solver.instance import Instance
 
@@ -41,7 +41,7 @@ def test_ahead_of_interleaved_overlap_and_dualpipe(share: float, most: float, pr
 def test_stages_that_differ_and_segments() -> None:
     """Pair times by both stages, a B and an F|B that hide what F|I and W do not: taken where they are shorter."""
     layers = [LayerSegments(PhaseTimes(1, 1, 1), PhaseTimes(1, 1, 1), x, x) for x in (0.2, 1.5, 1.8, 1.1)]
-    costs = SegmentCosts(tuple((layer,) for layer in layers)).costs(p2p=0.1)
+    costs = segment_costs([(layer,) for layer in layers], p2p=0.1)
     found = pl.search(2, 8, costs, 8, placement="loop", chunks=2, pairs=True, iterations=300)
     check(found.schedule)
     family = simulate(build("interleaved-overlap", 2, 8, 2), costs)

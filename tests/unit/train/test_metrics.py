@@ -115,8 +115,7 @@ def test_the_log_keeps_every_bit(tmp_path: Path, capsys: pytest.CaptureFixture[s
         report.draw(measured, [measured])
     first, second = map(json.loads, report.folder.log.read_text().splitlines())
     assert first == {"event": "step", "step": 1, "loss": loss}
-    old = {"bubble_measured": 0.4, "bubble_simulated": 0.25}
-    assert second == {"event": "figures", **dataclasses.asdict(FIGURES), **old}
+    assert second == {"event": "figures", **dataclasses.asdict(FIGURES)}
     events = json.loads(report.folder.trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == timeline.schedule.actions
     svg = ElementTree.fromstring(report.folder.svg.read_text())

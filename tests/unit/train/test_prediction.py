@@ -11,8 +11,8 @@ from pipeloom.config import load_layout
 from pipeloom.plan.run import predicted
 from pipeloom.schedule import Timeline, simulate
 from pipeloom.schedule.families import FAMILIES
-from pipeloom.train.report.metrics import simulated
-from pipeloom.train.report.prediction import Comparison, compared, known_device, step_lines
+from pipeloom.train.report.metrics import known_device, simulated
+from pipeloom.train.report.prediction import Comparison, compared, step_lines
 
 LAYOUT = load_layout("tiny", {"schedule.name": "1f1b", "parallel.pp": 2, "schedule.microbatches": 4})
 NAMES = ("forward", "input_grad", "weight_grad")

@@ -74,8 +74,7 @@ def layers(
     Raises:
         ConfigError: a model that cannot be cut, with the reason; a missing or unsupported `transformers`.
     """
-    if isinstance(source, (str, Path)):
-        return ModelLayers(cut(causal_model(read_config(source), dtype), Path(source), context, slices, spread))
-    if isinstance(source, transformers().PreTrainedModel):
-        return ModelLayers(cut(source, context=context, slices=slices, spread=spread))
-    return ModelLayers(cut(causal_model(source, dtype), context=context, slices=slices, spread=spread))
+    folder = Path(source) if isinstance(source, str | Path) else None
+    if not isinstance(source, transformers().PreTrainedModel):
+        source = causal_model(source if folder is None else read_config(folder), dtype)
+    return ModelLayers(cut(source, folder, context, slices, spread))

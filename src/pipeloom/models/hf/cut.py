@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from pipeloom.models.hf.context import spread_attention
 from pipeloom.models.hf.library import require_decoder
 from pipeloom.models.hf.parts import (
     Altered,
-    FamilyErrors,
     FirstPart,
     LastPart,
     Recorder,
@@ -25,6 +24,7 @@ from pipeloom.models.hf.parts import (
     Stubs,
     Tape,
     TrunkLayer,
+    family_errors,
     set_tensor,
     with_separate_weight_gradients,
 )
@@ -99,8 +99,6 @@ class Cut:
         self.extra = self._extra()
         if spread is not None:
             self._require_spreadable()
-        self._replay: Replay | None = None
-        self._weights: PretrainedWeights | None = None
 
     # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -140,7 +138,7 @@ class Cut:
         return partial(self._build, name)
 
     def _build(self, name: str) -> nn.Module:
-        with FamilyErrors(type(self.model).__name__):
+        with family_errors(type(self.model).__name__):
             return self._layer(name)
 
     def _layer(self, name: str) -> nn.Module:
@@ -193,24 +191,20 @@ class Cut:
         if self._stored is not None:
             self._stored.load(module, prefix)
 
-    @property
+    @cached_property
     def _stored(self) -> PretrainedWeights | None:
         """The weights of the directory; None: the model is from none."""
-        if self.folder is not None and self._weights is None:
-            self._weights = PretrainedWeights(self.folder, self.model)
-        return self._weights
+        return None if self.folder is None else PretrainedWeights(self.folder, self.model)
 
     @property
     def bytes_read(self) -> int:
         """Bytes of weights that this process has read from the directory."""
-        return 0 if self._weights is None else self._weights.folder.bytes_read
+        return 0 if self._stored is None else self._stored.files.bytes_read
 
-    @property
+    @cached_property
     def replay(self) -> Replay:
-        """Return the replay that gives all decoder layers of this process their arguments."""
-        if self._replay is None:
-            self._replay = self._new_replay()
-        return self._replay
+        """The replay that gives all decoder layers of this process their arguments."""
+        return self._new_replay()
 
     def _new_replay(self) -> Replay:
         shell, tape, _ = self._stubbed()

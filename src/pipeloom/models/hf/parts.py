@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,11 @@ class Stubs:
         self._sources: dict[str, Tensor] = {}
         self._device: torch.device | None = None
         self.place(torch.device("cpu"))
+        # A forward may ask the first parameter for a dtype (GPT, of its attention mask).
+        for part in module.modules():
+            if self._like and next(part.parameters(), None) is None:
+                first = torch.empty(0, dtype=next(iter(self._like.values()))[1])
+                part.__dict__["parameters"] = lambda recurse=True, first=first: iter([first] if recurse else ())
 
     def place(self, device: torch.device) -> None:
         """Have them on `device`."""
@@ -181,7 +187,11 @@ class Tape:
             raise Stop
         self._last = self._inject if self._inject is not None and index == count - 1 else hidden.detach()
         self._last_version = version_of(self._last)
-        return self._last if self.extra is None else (self._last, *([None] * self.extra))
+        if self.extra is None:
+            return self._last
+        # What a layer returns besides hidden states must not reach the next one: `Replay` refuses what knows a gradient.
+        further = None if self._inject is not None else hidden.new_zeros((), requires_grad=True)
+        return self._last, *([further] * self.extra)
 
 
 class Altered(ConfigError):
@@ -191,14 +201,11 @@ class Altered(ConfigError):
 class Recorder(nn.Module):
     """Stands for decoder layer `index`; attributes that the forward of the model reads are those of `layer`."""
 
-    _index: int
-    _count: int
-    _tape: Tape
-
     def __init__(self, layer: nn.Module, index: int, count: int, tape: Tape) -> None:
         super().__init__()
+        self._index, self._count, self._tape = index, count, tape
         # outside of torch's registry: the layer must not become a part of the model that is run
-        self.__dict__.update(_layer=layer, _index=index, _count=count, _tape=tape)
+        self.__dict__["_layer"] = layer
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -330,23 +337,16 @@ _OF_SETTINGS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeEr
 _OF_MACHINE = (torch.AcceleratorError, dist.DistError)
 
 
-class FamilyErrors:
-    """A context for calls of a family's code, in which an error that is not the machine's becomes a ConfigError.
-
-    Args:
-        name: of the module that is called.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: object) -> None:
-        if isinstance(error, _OF_SETTINGS) and not isinstance(error, _OF_MACHINE) and from_machine(error) is None:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ConfigError(f"{self._name} of transformers fails with its configuration: {reason}") from error
+@contextmanager
+def family_errors(name: str) -> Iterator[None]:
+    """Turn an error of a family's code into a ConfigError, unless it is the machine's; `name` is that of the module called."""
+    try:
+        yield
+    except _OF_SETTINGS as error:
+        if isinstance(error, _OF_MACHINE) or from_machine(error) is not None:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ConfigError(f"{name} of transformers fails with its configuration: {reason}") from error
 
 
 class ModelPart(nn.Module):
@@ -360,7 +360,6 @@ class ModelPart(nn.Module):
 
     past: PastTokens | None = None
     _inner: Any
-    _errors: FamilyErrors
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -369,8 +368,7 @@ class ModelPart(nn.Module):
         self.__dict__.update(
             _inner=inner, _parameters=inner._parameters, _buffers=inner._buffers, _modules=inner._modules
         )
-        self.__dict__["_non_persistent_buffers_set"] = inner._non_persistent_buffers_set
-        self.__dict__["_errors"] = FamilyErrors(type(inner).__name__)
+        self._non_persistent_buffers_set = inner._non_persistent_buffers_set
 
     def train(self, mode: bool = True) -> Any:
         self._inner.train(mode)
@@ -390,15 +388,13 @@ class FirstPart(ModelPart):
         embedding: the name of an embedding of which it gets the tokens' rows [batch, length, width]; None: it gets the tokens.
     """
 
-    _tape: Tape
-    _stubs: Stubs
     _embedding: Any
 
     def __init__(self, shell: nn.Module, tape: Tape, stubs: Stubs, embedding: str | None = None) -> None:
         super().__init__(shell)
-        self.__dict__.update(
-            _tape=tape, _stubs=stubs, _embedding=None if embedding is None else shell.get_submodule(embedding)
-        )
+        self._tape, self._stubs = tape, stubs
+        # outside of torch's registry: its parameters are those of another layer
+        self.__dict__["_embedding"] = None if embedding is None else shell.get_submodule(embedding)
 
     def forward(
         self, tokens: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -406,7 +402,7 @@ class FirstPart(ModelPart):
         self._stubs.place(tokens.device)
         self._tape.run(stop_at=0)
         try:
-            with self._errors:
+            with family_errors(type(self._inner).__name__):
                 given = {"input_ids": tokens} if self._embedding is None else {"inputs_embeds": self._embedded(tokens)}
                 self._inner(**given, **self._given(self._inner, attention_mask, position_ids))
         except Stop:
@@ -431,10 +427,6 @@ class FirstPart(ModelPart):
 class TrunkLayer(SharesTokens, ModelPart):
     """One decoder layer: hidden states [batch, length, hidden] -> the same shape."""
 
-    _index: int
-    _replay: Replay
-    _in_blocks: bool
-
     def __init__(
         self,
         layer: nn.Module,
@@ -444,7 +436,8 @@ class TrunkLayer(SharesTokens, ModelPart):
         slices: bool = False,
     ) -> None:
         super().__init__(layer)
-        self.__dict__.update(_index=index, _replay=replay, context=context, _in_blocks=slices or context is not None)
+        self._index, self._replay, self.context = index, replay, context
+        self._in_blocks = slices or context is not None
 
     def forward(
         self,
@@ -465,7 +458,7 @@ class TrunkLayer(SharesTokens, ModelPart):
             raise UsageError(
                 f"its attention is over the tokens at hand alone; cut the model with hf.layers(…, {wanted})"
             )
-        with self._errors, sharing(tokens):
+        with family_errors(type(self._inner).__name__), sharing(tokens):
             given = self._given(self._replay.shell, attention_mask, positions)
             handed = self._replay.handed(hidden, given, spread=tokens is not None)
             return handed[self._index].call(self._inner, hidden)
@@ -489,14 +482,9 @@ class TrunkLayer(SharesTokens, ModelPart):
 class LastPart(ModelPart):
     """Everything after the decoder layers: hidden states [batch, length, hidden] -> logits [batch, length, vocabulary]."""
 
-    _tape: Tape
-    _stubs: Stubs
-    _width: int
-    _dtype: torch.dtype
-
     def __init__(self, shell: nn.Module, tape: Tape, stubs: Stubs, width: int, dtype: torch.dtype) -> None:
         super().__init__(shell)
-        self.__dict__.update(_tape=tape, _stubs=stubs, _width=width, _dtype=dtype)
+        self._tape, self._stubs, self._width, self._dtype = tape, stubs, width, dtype
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -504,7 +492,7 @@ class LastPart(ModelPart):
         self._stubs.place(hidden.device)
         self._tape.run(stop_at=-1, inject=hidden)
         embedded = torch.zeros(*hidden.shape[:2], self._width, dtype=self._dtype, device=hidden.device)
-        with self._errors:
+        with family_errors(type(self._inner).__name__):
             given = self._given(self._inner, attention_mask, position_ids)
             logits: Tensor = self._inner(inputs_embeds=embedded, **given).logits
         return logits

@@ -144,12 +144,9 @@ SINGLE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 _INDEX_BYTES = 2**26  # twice what an index of the largest published models takes
 
 
-class Folder(StoredTensors):
-    """The tensors of a directory by their names there."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(_files(path))
-        self.path = path
+def stored_tensors(path: Path) -> StoredTensors:
+    """Return the tensors of a directory by their names there. Raises ConfigError if it has none in safetensors."""
+    return StoredTensors(_files(path))
 
 
 @dataclass(frozen=True)
@@ -164,7 +161,7 @@ class _Group:
     conversion: Any
     sources: list[tuple[str, str]]
 
-    def tiles(self, folder: Folder, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
+    def tiles(self, files: StoredTensors, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]] | None:
         """Return the tensors that a weight of `shape` is put together from, where the conversion does nothing else.
 
         Each with its place: zeros for a whole weight, and (expert, first row) for a matrix of experts in three dimensions.
@@ -173,7 +170,7 @@ class _Group:
         patterns = list(self.conversion.source_patterns)
         if not self._converts and len(self.sources) == 1:
             key = self.sources[0][0]
-            if type(self.conversion).__name__ == "WeightRenaming" and folder.entries[key].shape == shape:
+            if type(self.conversion).__name__ == "WeightRenaming" and files.entries[key].shape == shape:
                 return [(key, (0,) * len(shape))]
             return None
         if kinds not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
@@ -182,7 +179,7 @@ class _Group:
         if dims not in ([0], [0, 1]) or (len(dims) == 1 and len(patterns) > 1):
             return None
         keys = [[key for key, pattern in self.sources if pattern == each] for each in patterns]
-        shapes = [{folder.entries[key].shape for key in group} for group in keys]
+        shapes = [{files.entries[key].shape for key in group} for group in keys]
         if any(len(each) != 1 for each in shapes) or len({len(group) for group in keys}) != 1:
             return None
         heights = [next(iter(each))[0] for each in shapes]
@@ -196,11 +193,11 @@ class _Group:
     def _converts(self) -> bool:
         return type(self.conversion).__name__ == "WeightConverter"
 
-    def convert(self, name: str, folder: Folder, model: Any) -> Mapping[str, Any]:
+    def convert(self, name: str, files: StoredTensors, model: Any) -> Mapping[str, Any]:
         """Name in the model -> tensor, read now; `name` is the one under which the conversion is known."""
         conversion = deepcopy(self.conversion)
         for key, pattern in self.sources:
-            conversion.add_tensor(name, key, pattern, partial(folder.read, key))
+            conversion.add_tensor(name, key, pattern, partial(files.read, key))
         converted: Mapping[str, Any] = conversion.convert(name, model=model, config=model.config)
         return converted
 
@@ -212,9 +209,9 @@ class PretrainedWeights:
     """
 
     def __init__(self, path: Path, model: Any) -> None:
-        self.folder = Folder(path)
+        self.path, self.files = path, stored_tensors(path)
         self._model = model
-        self._groups = _groups(self.folder, model)
+        self._groups = _groups(self.files, model)
         self._twins = {name: group for group in shared_names(model) for name in group}  # a directory may hold one only
 
     def _stored_name(self, name: str) -> str | None:
@@ -229,12 +226,12 @@ class PretrainedWeights:
         for name, parameter in module.named_parameters():
             stored = self._stored_name(prefix + name)
             if stored is None:
-                raise ConfigError(f"{self.folder.path} has no weights for {prefix}{name}")
-            shapes = [self.folder.entries[key].shape for key, _ in self._groups[stored][1].sources]
+                raise ConfigError(f"{self.path} has no weights for {prefix}{name}")
+            shapes = [self.files.entries[key].shape for key, _ in self._groups[stored][1].sources]
             if sum(map(prod, shapes)) < parameter.numel():
                 words = " and ".join(str(list(shape)) for shape in shapes[:3])
                 raise ConfigError(
-                    f"{self.folder.path}: {prefix}{name} is {words}, and the configuration says {list(parameter.shape)}"
+                    f"{self.path}: {prefix}{name} is {words}, and the configuration says {list(parameter.shape)}"
                 )
 
     def load(self, module: nn.Module, prefix: str) -> None:
@@ -256,40 +253,40 @@ class PretrainedWeights:
         """
         stored = self._stored_name(name)
         if stored is None:
-            raise ConfigError(f"{self.folder.path} has no weights for {name}")
+            raise ConfigError(f"{self.path} has no weights for {name}")
         self._fill(stored, target, offset, shape)
         for twin in self._groups.keys() & {*self._twins.get(name, ())} - {stored}:
             self._fill(twin, other := torch.empty_like(target), offset, shape)
             if not torch.equal(other, target):
                 raise ConfigError(
-                    f"{self.folder.path}: its config.json ties {stored} and {twin}, which have other values in its files; if "
+                    f"{self.path}: its config.json ties {stored} and {twin}, which have other values in its files; if "
                     "they are weights of their own, set tie_word_embeddings = false there"
                 )
 
     def _fill(self, stored: str, target: Tensor, offset: Sequence[int], shape: Sequence[int]) -> None:
         known, group = self._groups[stored]
-        tiles = group.tiles(self.folder, tuple(shape))
+        tiles = group.tiles(self.files, tuple(shape))
         if tiles is None:
-            value = group.convert(known, self.folder, self._model)[stored]
+            value = group.convert(known, self.files, self._model)[stored]
             value = value[0] if isinstance(value, list) else value
             if tuple(value.shape) != tuple(shape):
                 raise ConfigError(
-                    f"{self.folder.path}: {stored} is {list(value.shape)}, and the configuration says {list(shape)}"
+                    f"{self.path}: {stored} is {list(value.shape)}, and the configuration says {list(shape)}"
                 )
             target.copy_(value[tuple(slice(a, a + n) for a, n in zip(offset, target.shape, strict=True))])
             return
         for key, place in tiles:
             if len(place) == target.ndim:
-                self.folder.read_into(key, target, offset)
+                self.files.read_into(key, target, offset)
                 continue
-            (expert, row), height = place, self.folder.entries[key].shape[0]
+            (expert, row), height = place, self.files.entries[key].shape[0]
             first, stop = max(row, offset[1]), min(row + height, offset[1] + target.shape[1])
             if offset[0] <= expert < offset[0] + target.shape[0] and first < stop:
                 part = target[expert - offset[0], first - offset[1] : stop - offset[1]]
-                self.folder.read_into(key, part, (first - row, *offset[2:]))
+                self.files.read_into(key, part, (first - row, *offset[2:]))
 
 
-def _groups(folder: Folder, model: Any) -> dict[str, tuple[str, _Group]]:
+def _groups(files: StoredTensors, model: Any) -> dict[str, tuple[str, _Group]]:
     """Name in the model -> what makes it of tensors of the directory, and the name under which that is known."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     mapping: Any = importlib.import_module("transformers.conversion_mapping")
@@ -299,7 +296,7 @@ def _groups(folder: Folder, model: Any) -> dict[str, tuple[str, _Group]]:
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     known = model.state_dict()
     groups: dict[str, _Group] = {}
-    for key in sorted(folder.entries, key=loading.dot_natural_key):
+    for key in sorted(files.entries, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if name not in known and key in known:
             name, pattern = key, None

@@ -20,7 +20,7 @@ from pipeloom.runtime.tensor_spec import BoundaryValues, as_values
 @executes("F")
 def forward(flight: Flight, stage: Stage, queue: Queue) -> None:
     """Run the forward of one micro-batch; on a route's last stage, with the loss."""
-    _pass_on(flight, run_stage(flight, stage, _inputs_of(flight, stage), queue.before_layer))
+    _pass_on(flight, run_stage(flight, stage, _inputs_of(flight, stage), queue.hooks.before_layer))
 
 
 def forward_in_segments(flight: Flight, stage: Stage) -> Coroutine[None]:

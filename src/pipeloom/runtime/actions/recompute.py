@@ -25,4 +25,4 @@ def recompute(flight: Flight, stage: Stage, queue: Queue, part: str = "") -> Non
     assert record is not None
     stage.require_unchanged(record)
     with record.start.again():
-        run_stage(flight, stage, record.inputs, queue.before_layer)
+        run_stage(flight, stage, record.inputs, queue.hooks.before_layer)

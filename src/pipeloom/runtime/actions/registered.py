@@ -12,6 +12,6 @@ from pipeloom.schedule.actions import COMPUTE, Kind
 def registered_kind(kind: Kind, flight: Flight, stage: Stage, queue: Queue) -> None:
     """Run an action of a registered kind."""
     if kind.execute is not None:
-        if queue.before_kind is not None and kind.queue == COMPUTE:
-            queue.before_kind(stage.index)
+        if kind.queue == COMPUTE:
+            queue.hooks.before_kind(stage.index)
         kind.execute(stage.modules, flight.microbatch)

@@ -10,19 +10,19 @@ from pipeloom.runtime.stage import Stage
 @executes("UNSHARD")
 def gather(flight: Flight, stage: Stage, queue: Queue) -> None:
     """Gather a stage's parameters."""
-    if queue.shards is not None:
-        queue.shards.gather(stage.index)
+    if queue.hooks.shards is not None:
+        queue.hooks.shards.gather(stage.index)
 
 
 @executes("RESHARD")
 def release(flight: Flight, stage: Stage, queue: Queue) -> None:
     """Free a stage's parameters."""
-    if queue.shards is not None:
-        queue.shards.release(stage.index)
+    if queue.hooks.shards is not None:
+        queue.hooks.shards.release(stage.index)
 
 
 @executes("REDUCE_GRAD")
 def reduce(flight: Flight, stage: Stage, queue: Queue) -> None:
     """Sum a stage's gradients over the replicas."""
-    if queue.shards is not None:
-        queue.shards.reduce(stage.index)
+    if queue.hooks.shards is not None:
+        queue.hooks.shards.reduce(stage.index)

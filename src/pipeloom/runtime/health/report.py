@@ -47,12 +47,8 @@ def lost_peer(error: BaseException) -> bool:
     # Communications allocate buffers, and read the device, which reports failures of earlier kernels there.
     if from_machine(error) is not None or type(error).__name__ == "AcceleratorError":
         return False
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
-        return False
-    return communicates(trace.tb_frame.f_code.co_filename)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and communicates(frames[-1].f_code.co_filename)
 
 
 def timed_out(error: BaseException) -> bool:

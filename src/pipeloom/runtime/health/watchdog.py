@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeloom.errors import printable
-from pipeloom.runtime.health.links import Link, LinkClosed, RunStore, meet
+from pipeloom.runtime.health.links import Link, LinkClosed
 from pipeloom.runtime.health.status import Limits, Status, identity, is_stopped, machine
 from pipeloom.schedule.channels import Message
 
@@ -544,19 +544,3 @@ class Watchdog:
             return ""
         host = "" if known[2] == socket.gethostname() else f" on {known[2]}"
         return f"(process {known[1]}{host}) "
-
-
-def start_watchdog(
-    store: RunStore, prefix: str, index: int, size: int, status: Status, limits: Limits, timeout: float
-) -> Watchdog:
-    """Start and return the watchdog of a process that has none yet. Every process of the run calls it.
-
-    Args:
-        prefix: prefix of the run's keys in the store.
-        index, size: this process's number in the run, and the number of processes.
-        timeout: seconds to wait for the others.
-    """
-    links = meet(store, prefix, index, size, timeout)
-    watchdog = Watchdog(links, status, size, limits)
-    watchdog.start()
-    return watchdog

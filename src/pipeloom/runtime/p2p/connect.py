@@ -16,7 +16,7 @@ from pipeloom.parallel.mesh import Mesh, group_of_members
 from pipeloom.runtime.health.links import run_store
 from pipeloom.runtime.health.status import machine
 from pipeloom.runtime.options import NOTHING_TO_TURN_OFF, RuntimeOptions
-from pipeloom.runtime.p2p.base import BufferPool, InProcessTransport, Transport
+from pipeloom.runtime.p2p.base import BatchQueue, BufferPool, InProcessTransport, Transport
 from pipeloom.runtime.p2p.shared_memory import SharedLinks, SharedMemoryTransport
 from pipeloom.runtime.p2p.torch_p2p import CoupledTransport, Links, TorchTransport
 from pipeloom.runtime.program import RankProgram
@@ -82,8 +82,9 @@ class P2PConnections:
             return InProcessTransport({})
         if self.shared is not None:
             return SharedMemoryTransport(self.shared, self.pool)
+        batches = None if program.batches is None else BatchQueue(program.batches)
         transport = TorchTransport(
-            self._links, program.releases_sends, self._specs, self.pool, program.batches, self._options.checksum
+            self._links, program.releases_sends, self._specs, self.pool, batches, self._options.checksum
         )
         return transport if self.leave is None else CoupledTransport(transport, self.leave)
 

@@ -10,15 +10,14 @@ and runs wherever memory is short.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from pipeloom.limits import MOST_PLANNED_CELLS
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families.construct.building_block import BuildingBlock, repeated_programs, sequences_of_block
 from pipeloom.schedule.families.construct.layout import Planned, encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import (
@@ -28,6 +27,7 @@ from pipeloom.schedule.families.construct.list_scheduling import (
     programs_of,
     single_route,
 )
+from pipeloom.schedule.families.construct.rounds import RoundConstruction
 from pipeloom.schedule.families.construct.steady import plan
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
@@ -159,16 +159,6 @@ def _plans(costs: Costs) -> list[Costs]:
     return [costs, replace(costs, weight_grad=longer, p2p=slower), Costs()]
 
 
-@dataclass
-class _RoundsRank:
-    stages: tuple[int, int]
-    clock: float = 0.0
-    alive: int = 0
-    idle: float = 0.0
-    pending: deque[Planned] = field(default_factory=deque)
-    program: list[Planned] = field(default_factory=list)
-
-
 def _round_programs(ranks: int, microbatches: int, costs: Costs, memory_limit: int) -> list[list[list[Planned]]]:
     """Complete programs, rank -> (kind, stage, micro-batch), at most `memory_limit` stage-micro-batches alive on a rank.
 
@@ -185,15 +175,14 @@ def _round_programs(ranks: int, microbatches: int, costs: Costs, memory_limit: i
                 rounds.run()
             except MemoryDeadlock:
                 break
-            idle = [rank.idle for rank in rounds.ranks]
-            if allowed is not None and max(idle) >= max(allowed) - TIME_TOLERANCE:
+            if allowed is not None and max(rounds.idle) >= max(allowed) - TIME_TOLERANCE:
                 break
-            complete.append([rank.program for rank in rounds.ranks])
-            allowed = idle
+            complete.append(rounds.programs)
+            allowed = rounds.idle
     return complete
 
 
-class _Rounds:
+class _Rounds(RoundConstruction):
     def __init__(
         self,
         ranks: int,
@@ -203,11 +192,8 @@ class _Rounds:
         before: tuple[bool, bool],
         allowed: Sequence[float] | None,
     ) -> None:
-        self.microbatches, self.costs, self.memory_limit = microbatches, costs, memory_limit
+        super().__init__(vee(ranks), microbatches, replace(costs, activation=1.0, held=1.0), memory_limit)
         self.before_backwards, self.before_forwards = before
-        self.time = StageCosts(costs, 2 * ranks).by_letter("FIW")
-        self.ends: dict[str, list[list[float]]] = {kind: [[] for _ in range(2 * ranks)] for kind in ("F", "I")}
-        self.ranks = [_RoundsRank((rank, 2 * ranks - 1 - rank)) for rank in range(ranks)]
         # The least idle time of the worst rank that each rank assumes: the slack that it had in the construction before.
         self.slack = [max(allowed) - idle for idle in allowed] if allowed is not None else [0.0] * ranks
 
@@ -217,66 +203,46 @@ class _Rounds:
         for _ in range(2 * self.microbatches):
             self._backwards()
             self._forwards()
-        for at, rank in enumerate(self.ranks):
-            while rank.pending:
-                self._weight(at)
+        for at, pending in enumerate(self.pending):
+            while pending:
+                self.put_weight(at)
 
-    def _done(self, kind: str, at: int, half: int) -> int:
-        return len(self.ends[kind][self.ranks[at].stages[half]])
+    def _stage(self, at: int, half: int) -> int:
+        return at if half == DOWN else len(self.placement) - 1 - at
 
-    def _ready(self, kind: str, at: int, half: int) -> int:
+    def _done(self, kind: KindName, at: int, half: int) -> int:
+        return self.done(kind, self._stage(at, half))
+
+    def _arrival(self, kind: KindName, at: int, half: int) -> float | None:
+        return self.arrival(kind, self._stage(at, half))
+
+    def _ready(self, kind: KindName, at: int, half: int) -> int:
         """Return the number of `kind` of `half` whose input from this rank itself is computed."""
         if half == UP:
             return self._done("F", at, DOWN if kind == "F" else UP)
         return self.microbatches if kind == "F" else self._done("I", at, UP)
 
-    def _arrival(self, kind: str, at: int, half: int) -> float | None:
-        """Return the arrival time of the next `kind`'s input from another rank; 0 if it needs none, None if not known yet."""
-        stage = self.ranks[at].stages[half]
-        index, origin = len(self.ends[kind][stage]), stage + (-1 if kind == "F" else 1)
-        neighbour = at - 1 if (half == DOWN) == (kind == "F") else at + 1
-        if not 0 <= neighbour < len(self.ranks):
-            return 0.0
-        ends = self.ends[kind][origin]
-        return ends[index] + self.costs.hop(neighbour, at) if index < len(ends) else None
-
     def _put(self, kind: KindName, at: int, half: int) -> None:
-        rank = self.ranks[at]
-        stage, index, arrival = rank.stages[half], self._done(kind, at, half), self._arrival(kind, at, half)
-        if index >= self.microbatches or arrival is None or (kind == "F" and rank.alive >= self.memory_limit):
+        index, arrival = self._done(kind, at, half), self._arrival(kind, at, half)
+        full = kind == "F" and self.memory[at] >= self.memory_limit
+        if full or arrival is None or index >= min(self.microbatches, self._ready(kind, at, half)):
             raise MemoryDeadlock
-        if index >= self._ready(kind, at, half):
-            raise MemoryDeadlock
-        start = max(rank.clock, arrival or 0.0)
-        if rank.program:
-            rank.idle += start - rank.clock
-        rank.clock = start + self.time[kind][stage]
-        self.ends[kind][stage].append(rank.clock)
-        rank.program.append((kind, stage, index))
-        if kind == "I":
-            rank.pending.append(("W", stage, index))
-        else:
-            rank.alive += 1
+        self.put(kind, self._stage(at, half))
 
     def _weight(self, at: int) -> None:
-        rank = self.ranks[at]
-        if not rank.pending:
+        if not self.pending[at]:
             raise MemoryDeadlock
-        action = rank.pending.popleft()
-        rank.program.append(action)
-        rank.clock += self.time["W"][action[1]]
-        rank.alive -= 1
+        self.put_weight(at)
 
     def _warm_up(self) -> None:
-        count, microbatches = len(self.ranks), self.microbatches
+        count, microbatches = len(self.idle), self.microbatches
         for at in range(count):
             self._put("F", at, DOWN)
         for at in reversed(range(count)):
-            rank = self.ranks[at]
             while at + 1 < count and self._done("F", at, DOWN) < microbatches:
                 arrival = self._arrival("F", at, UP) or 0.0
-                late = rank.clock + self.time["F"][rank.stages[DOWN]] > arrival
-                if late or rank.alive + 2 * (at + 1) > self.memory_limit:
+                late = self.clock[at] + self.time["F"][at] > arrival
+                if late or self.memory[at] + 2 * (at + 1) > self.memory_limit:
                     break
                 for upstream in range(at + 1):
                     self._put("F", upstream, DOWN)
@@ -295,12 +261,12 @@ class _Rounds:
         return sum(here) < sum(before) or here[UP] <= before[UP] < self.microbatches
 
     def _backwards(self) -> None:
-        halves = [self._next_backward(at) for at in range(len(self.ranks))]
-        for at in reversed(range(len(self.ranks))):
+        halves = [self._next_backward(at) for at in range(len(self.idle))]
+        for at in reversed(range(len(self.idle))):
             if halves[at] == DOWN:
                 self._fill("I", at, DOWN, True)
                 self._put("I", at, DOWN)
-        for at in range(len(self.ranks)):
+        for at in range(len(self.idle)):
             if halves[at] == UP:
                 self._fill("I", at, UP, self.before_backwards)
                 self._put("I", at, UP)
@@ -313,13 +279,13 @@ class _Rounds:
         return DOWN if self._arrival("I", at, DOWN) is not None or done >= self.microbatches else UP
 
     def _forwards(self) -> None:
-        for at in range(len(self.ranks)):
+        for at in range(len(self.idle)):
             if self._done("F", at, UP) >= self.microbatches:
                 continue
             half = self._next_forward(at)
             if half is None:
                 continue
-            while self.ranks[at].alive >= self.memory_limit:
+            while self.memory[at] >= self.memory_limit:
                 self._weight(at)
             self._fill("F", at, half, self.before_forwards)
             self._put("F", at, half)
@@ -327,7 +293,7 @@ class _Rounds:
     def _next_forward(self, at: int) -> int | None:
         if self._done("F", at, UP) >= self._done("F", at, DOWN):
             return DOWN
-        if at + 1 == len(self.ranks) or self._arrival("F", at, UP) is not None:
+        if at + 1 == len(self.idle) or self._arrival("F", at, UP) is not None:
             return UP
         if self._done("F", at, DOWN) < self.microbatches and self._arrival("F", at, DOWN) is not None:
             return DOWN
@@ -335,11 +301,11 @@ class _Rounds:
 
     def _fill(self, kind: KindName, at: int, half: int, short: bool) -> None:
         """Run weight gradients in the time until the next `kind` of `half` can start."""
-        rank, arrival = self.ranks[at], self._arrival(kind, at, half)
+        pending, arrival = self.pending[at], self._arrival(kind, at, half)
         if arrival is None:
             raise MemoryDeadlock
-        while rank.pending and arrival >= rank.clock + self.time["W"][rank.pending[0][1]]:
-            self._weight(at)
-        worst = max(max(other.idle for other in self.ranks), self.slack[at])
-        if short and rank.pending and arrival - rank.clock > worst - rank.idle:
-            self._weight(at)
+        while pending and arrival >= self.clock[at] + self.time["W"][pending[0]]:
+            self.put_weight(at)
+        worst = max(*self.idle, self.slack[at])
+        if short and pending and arrival - self.clock[at] > worst - self.idle[at]:
+            self.put_weight(at)

@@ -8,15 +8,16 @@ the one with the most idle time, and wherever memory is short.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 
 from pipeloom.errors import CapacityError
 from pipeloom.limits import MOST_PLANNED_CELLS, require_positive
 from pipeloom.schedule.actions import KindName
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
 from pipeloom.schedule.families.construct.layout import Planned, encoded, family, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, programs_of, single_route
+from pipeloom.schedule.families.construct.rounds import RoundConstruction
 from pipeloom.schedule.families.construct.steady import plan
 from pipeloom.schedule.families.zb_h import zb_h1, zb_h2
 from pipeloom.schedule.model import Schedule
@@ -76,7 +77,7 @@ def _programs(sizes: tuple[int, int], costs: Costs, memory_limit: float) -> Iter
     """Programs by the paper's rule with all its choices, and where memory is short, of list scheduling."""
     ranks, _ = sizes
     for flags in sorted(set(product((True, False), repeat=3))):
-        yield _Alternation(*sizes, costs, memory_limit, _RoundRules(*flags)).programs()
+        yield _Alternation(*sizes, costs, memory_limit, _RoundRules(*flags)).run()
     if memory_limit < 2 * ranks * max(costs.per_stage("activation", ranks)):
         problem = single_route(range(ranks), sizes[1], costs, [memory_limit] * ranks)
         for share in (0.0, 1.0):
@@ -98,73 +99,41 @@ class _RoundRules:
     eager: bool
 
 
-@dataclass
-class _AlternatingRank:
-    clock: float = 0.0
-    memory: float = 0.0
-    idle: float = 0.0
-    done: dict[KindName, int] = field(default_factory=lambda: {"F": 0, "I": 0, "W": 0})
-    ends: dict[KindName, list[float]] = field(default_factory=lambda: {"F": [], "I": [], "W": []})
-    program: list[Planned] = field(default_factory=list)
-
-
-class _Alternation:
+class _Alternation(RoundConstruction):
     """Construction of all ranks' programs, round by round."""
 
     def __init__(self, ranks: int, microbatches: int, costs: Costs, memory_limit: float, rules: _RoundRules) -> None:
-        self.microbatches, self.costs, self.memory_limit, self.rules = microbatches, costs, memory_limit + 1e-9, rules
-        self.time = StageCosts(costs, ranks).by_letter("FIW")
-        self.activation = costs.per_stage("activation", ranks)
-        self.held = costs.per_stage("held", ranks)
-        self.ranks = [_AlternatingRank() for _ in range(ranks)]
+        super().__init__(range(ranks), microbatches, costs, memory_limit + 1e-9)
+        self.rules = rules
 
-    def programs(self) -> list[list[Planned]]:
+    def run(self) -> list[list[Planned]]:
         """rank -> its (kind, stage, micro-batch), complete."""
-        count = len(self.ranks)
+        count = len(self.placement)
         for at in range(count):
-            self._put("F", at)
+            self.put("F", at)
         self._warm_up()
         for mb in range(self.microbatches):
             if mb:
                 for at in self._forwards_of_round():
                     self._ready_for("F", at)
-                    self._put("F", at)
+                    self.put("F", at)
             for at in reversed(range(count)):
                 if mb:
                     self._ready_for("I", at)
-                self._put("I", at)
-        for at, rank in enumerate(self.ranks):
-            while rank.done["W"] < self.microbatches:
-                self._put("W", at)
-        return [rank.program for rank in self.ranks]
-
-    def _put(self, kind: KindName, at: int) -> None:
-        rank = self.ranks[at]
-        start = max(rank.clock, self._arrival(kind, at))
-        if rank.program:
-            rank.idle += start - rank.clock
-        rank.clock = start + self.time[kind][at]
-        rank.ends[kind].append(rank.clock)
-        rank.program.append((kind, at, rank.done[kind]))
-        rank.done[kind] += 1
-        share = {"F": 1.0, "I": self.held[at] - 1.0, "W": -self.held[at]}[kind]
-        rank.memory += share * self.activation[at]
-
-    def _arrival(self, kind: KindName, at: int) -> float:
-        """Return the time at which the next `kind` of rank `at` has its input from its neighbour; 0 if it needs none."""
-        origin = at - 1 if kind == "F" else at + 1
-        if kind == "W" or not 0 <= origin < len(self.ranks):
-            return 0.0
-        return self.ranks[origin].ends[kind][self.ranks[at].done[kind]] + self.costs.hop(origin, at)
+                self.put("I", at)
+        for at, pending in enumerate(self.pending):
+            while pending:
+                self.put_weight(at)
+        return self.programs
 
     def _warm_up(self) -> None:
         """Run forwards up to the first input gradient of each rank, as far as memory allows."""
-        last = len(self.ranks) - 1
-        first_grad = self.ranks[last].clock + self.time["I"][last]
+        last = len(self.placement) - 1
+        first_grad = self.clock[last] + self.time["I"][last]
         wanted = [0] * (last + 1)
         for at in reversed(range(last)):
-            rank, arrival = self.ranks[at], first_grad + self.costs.hop(at + 1, at)
-            clock, memory, step = rank.clock, rank.memory + self.activation[at], self.time["F"][at]
+            arrival, step = first_grad + self.costs.hop(at + 1, at), self.time["F"][at]
+            clock, memory = self.clock[at], self.memory[at] + self.activation[at]
             while wanted[at] + 1 < self.microbatches and memory <= self.memory_limit:
                 if clock >= arrival or (not self.rules.overrun and clock + step > arrival):
                     break
@@ -182,16 +151,15 @@ class _Alternation:
             wanted[at] = min(wanted[at], max(0, behind))
         for at, count in enumerate(wanted):
             for _ in range(count):
-                self._put("F", at)
+                self.put("F", at)
 
     def _forwards_of_round(self) -> list[int]:
         """The ranks that run a forward this round. A rank runs one only if all later ranks with forwards left do, too."""
         wanted = []
-        for at in reversed(range(len(self.ranks))):
-            rank = self.ranks[at]
-            if rank.done["F"] == self.microbatches:
+        for at in reversed(range(len(self.placement))):
+            if self.done("F", at) == self.microbatches:
                 continue
-            alive = rank.done["F"] - rank.done["I"]
+            alive = self.done("F", at) - self.done("I", at)
             if (alive + 1) * self.activation[at] > self.memory_limit or self._may_skip(at):
                 break
             wanted.append(at)
@@ -199,39 +167,33 @@ class _Alternation:
 
     def _may_skip(self, at: int) -> bool:
         """Return whether rank `at`, two forwards ahead, can leave one out without more idle time than the worst rank has."""
-        if not self.rules.skip or at + 1 == len(self.ranks):
+        if not self.rules.skip or at + 1 == len(self.placement) or self.done("F", at) < self.done("F", at + 1) + 2:
             return False
-        rank, following = self.ranks[at], self.ranks[at + 1]
-        if rank.done["F"] < following.done["F"] + 2:
-            return False
-        gradient = following.clock + self.time["F"][at + 1] + self.time["I"][at + 1] + self.costs.hop(at + 1, at)
-        if rank.clock >= gradient:
+        gradient = self.clock[at + 1] + self.time["F"][at + 1] + self.time["I"][at + 1] + self.costs.hop(at + 1, at)
+        if self.clock[at] >= gradient:
             return True
-        memory, first = rank.memory + self.activation[at], rank.clock + self.time["F"][at]
-        pending = rank.done["I"] - rank.done["W"]
+        memory, first = self.memory[at] + self.activation[at], self.clock[at] + self.time["F"][at]
+        pending = len(self.pending[at])
         while memory > self.memory_limit and pending:
             memory -= self.held[at] * self.activation[at]
             first += self.time["W"][at]
             pending -= 1
-        return first > gradient and gradient - rank.clock <= self._worst_idle() - rank.idle
-
-    def _worst_idle(self) -> float:
-        return max(rank.idle for rank in self.ranks)
+        return first > gradient and gradient - self.clock[at] <= max(self.idle) - self.idle[at]
 
     def _ready_for(self, kind: KindName, at: int) -> None:
         """Run weight gradients before the next `kind`: first to free memory, then to fill the time until its input arrives."""
-        rank, step = self.ranks[at], self.time["W"][at]
+        pending, step = self.pending[at], self.time["W"][at]
         need = self.activation[at] if kind == "F" else 0.0
-        while rank.memory + need > self.memory_limit and rank.done["W"] < rank.done["I"]:
-            self._put("W", at)
-        arrival = self._arrival(kind, at)
-        while rank.done["W"] < rank.done["I"] and rank.clock + step <= arrival:
-            self._put("W", at)
-        if rank.done["W"] < rank.done["I"] and rank.clock < arrival:
-            more = arrival - rank.clock > self._worst_idle() - rank.idle
+        while self.memory[at] + need > self.memory_limit and pending:
+            self.put_weight(at)
+        arrival = self.arrival(kind, at) or 0.0
+        while pending and self.clock[at] + step <= arrival:
+            self.put_weight(at)
+        if pending and self.clock[at] < arrival:
+            more = arrival - self.clock[at] > max(self.idle) - self.idle[at]
             if more or self.rules.eager:
-                self._put("W", at)
-        if kind == "I" and at == 0 and rank.done["F"] == self.microbatches:
+                self.put_weight(at)
+        if kind == "I" and at == 0 and self.done("F", at) == self.microbatches:
             # Nothing waits for the first rank's input gradients: its weight gradients cannot come too early.
-            while rank.done["W"] < rank.done["I"]:
-                self._put("W", at)
+            while pending:
+                self.put_weight(at)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Box(NamedTuple):
     """A part of a tensor: `offset` and `shape` have one entry per dimension; a 0-dim tensor has one box, `((), ())`."""
@@ -46,26 +48,18 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
     Each box is contiguous in memory; a tensor of n dimensions needs at most 2n - 1 of them.
     """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    if first == last and (start % row or stop % row):
-        for inner in boxes_of_run(shape[1:], start - first * row, stop - first * row):
-            yield Box((first, *inner.offset), (1, *inner.shape))
-        return
-    whole_from = -(-start // row)
-    whole_to = stop // row
-    if start % row:
-        yield from boxes_of_run(shape, start, whole_from * row)
-    if whole_from < whole_to:
-        zeros = (0,) * (len(shape) - 1)
-        yield Box((whole_from, *zeros), (whole_to - whole_from, *shape[1:]))
-    if stop % row:
-        yield from boxes_of_run(shape, whole_to * row, stop)
+    sizes = [
+        math.prod(shape[dim:]) for dim in range(len(shape) + 1)
+    ]  # elements of a part at one place in the leading dimensions
+    while start < stop:
+        dim = next(dim for dim, size in enumerate(sizes) if start % size == 0 and start + size <= stop)
+        if dim == 0:
+            yield Box.whole(shape)
+            return
+        offset = [int(at) for at in np.unravel_index(start // sizes[dim], shape[:dim])]
+        count = min((stop - start) // sizes[dim], shape[dim - 1] - offset[-1])
+        yield Box((*offset, *[0] * (len(shape) - dim)), (*[1] * (dim - 1), count, *shape[dim:]))
+        start += count * sizes[dim]
 
 
 def tiling_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:

@@ -8,6 +8,7 @@ so that nothing but `.metadata` is unpickled.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import datetime
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError
-from pipeloom.train.checkpoint.folder import DTYPE_NAMES, newest_checkpoint, require_new
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES, make_directory, newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights, Manifest
-from pipeloom.train.checkpoint.reader import opened
+from pipeloom.train.checkpoint.reader import opened, read_extra
 from pipeloom.train.checkpoint.save import write_alone
 
 RECORD = "pipeloom.json"  # the key of the values that are not tensors
@@ -55,11 +56,12 @@ def export_dcp(path: Path, out: Path) -> Path:
         "stored": list(manifest.stored),
         "numbers": dict(manifest.numbers),
         "base": None if manifest.base is None else asdict(manifest.base),
-        "extra": reader.extra(),
+        "extra": read_extra(directory),
     }
     state[RECORD] = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
-    out.mkdir(parents=True, exist_ok=True)
-    save(state, checkpoint_id=out, no_dist=True)
+    make_directory(out)
+    with warnings.catch_warnings(action="ignore"):  # of a process group that is not there
+        save(state, checkpoint_id=out, no_dist=True)
     return directory
 
 
@@ -112,7 +114,8 @@ def _read(source: Path) -> dict[str, Tensor]:
             if kind not in DTYPE_NAMES:  # what is not a tensor would be unpickled
                 raise CheckpointError(f"{source}: {key!r} is of {kind}, which no checkpoint holds")
         state = {key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in described.items()}
-        load(state, checkpoint_id=source, no_dist=True)
+        with warnings.catch_warnings(action="ignore"):
+            load(state, checkpoint_id=source, no_dist=True)
     except CheckpointError:
         raise
     except Exception as error:  # reading a damaged pickle can raise any exception

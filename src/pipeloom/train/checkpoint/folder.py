@@ -18,14 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipeloom.errors import CheckpointError, ConfigError, UsageError
+from pipeloom.errors import CheckpointError, ConfigError, UsageError, reason_of
 from pipeloom.limits import CONFIG_BYTES, expanded, read_file, runs_in
-from pipeloom.models.stored_tensors import STORED_DTYPES
-from pipeloom.train.checkpoint.manifest import MANIFEST, StoredFile
+from pipeloom.train.checkpoint.manifest import DTYPES_BY_NAME, MANIFEST, StoredFile
 
 # Bytes hashed and then written at a time: few enough that a piece is still in the processor's cache when it is written.
 _PIECE = 2**20
-DTYPES_BY_NAME = STORED_DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES_BY_NAME.items()}
 
 
@@ -195,6 +193,14 @@ def require_new(path: Path) -> None:
     """Raise ConfigError unless there is nothing at `path`, or an empty directory."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} exists and is not empty; give a new directory")
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory for an export, with those above it, unless it exists. Raises ConfigError where it cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be created: {reason_of(error)}") from None
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeloom.errors import CheckpointError
+from pipeloom.limits import of_annotated_types
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.manifest import BaseWeights
-from pipeloom.train.checkpoint.reader import Reader, verified
+from pipeloom.train.checkpoint.reader import Reader, read_extra, verified
 from pipeloom.train.checkpoint.state import AnyOptimizer, load_model, load_optimizer, require_shapes, required_names
 from pipeloom.train.collect import agreed, from_every_rank
 
@@ -51,6 +52,7 @@ def opened_together(path: Path, pipeline: Pipeline) -> Reader:
     return Reader(directory, manifest)
 
 
+@of_annotated_types
 def load(
     path: str | Path, pipeline: Pipeline, optimizer: AnyOptimizer | None = None, base: BaseWeights | None = None
 ) -> Loaded:
@@ -76,7 +78,7 @@ def load(
     _require_base(directory, manifest.base, base)
     adapters = manifest.base is not None
     _require(reader, pipeline, adapters)
-    extra = reader.extra()
+    extra = read_extra(directory)
 
     def put() -> None:
         load_model(reader, pipeline, adapters)

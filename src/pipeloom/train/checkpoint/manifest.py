@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from pipeloom.config.problems import file_sentence
 from pipeloom.errors import CheckpointError, UsageError, echo
 from pipeloom.limits import MOST_STEPS, read_json
+from pipeloom.models.stored_tensors import STORED_DTYPES
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 
 CHECKPOINT_FORMAT = "pipeloom.checkpoint/1"
@@ -26,11 +28,7 @@ MANIFEST = "manifest.json"
 EXTRA = "extra.json"
 # Largest manifest that is read. A tensor and its boxes take about 300 bytes, so this is enough for 3 million tensors.
 MANIFEST_BYTES = 2**30
-# Bytes per element.
-CHECKPOINT_DTYPES = {
-    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
-    **{"F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
-}
+DTYPES_BY_NAME = STORED_DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64}
 REST = {
     "random numbers": "a function of (seed, step, sample, layer): no generator has a state to store",
     "data": "read again from data.source of the configuration in extra.json, starting at the batch number stored there",
@@ -182,12 +180,12 @@ def _check(manifest: Manifest, path: Path) -> None:
     if ("extra" in manifest.stored) != (EXTRA in manifest.files):
         raise CheckpointError(f"{path}: expected {EXTRA} among its files, found {sorted(manifest.files)[:5]}")
     for key, entry in manifest.tensors.items():
-        if entry.dtype not in CHECKPOINT_DTYPES:
+        if entry.dtype not in DTYPES_BY_NAME:
             raise CheckpointError(f"{path}: {echo(key)} has the unknown dtype {echo(entry.dtype)}")
         for box in entry.boxes:
             if box.file not in manifest.files:
                 raise CheckpointError(f"{path}: {echo(key)} is in {echo(box.file)}, which is not among its files")
-            held[box.file] += box.box.elements * CHECKPOINT_DTYPES[entry.dtype]
+            held[box.file] += box.box.elements * DTYPES_BY_NAME[entry.dtype].itemsize
         problem = tiling_problem(entry.shape, [box.box for box in entry.boxes])
         if problem:
             raise CheckpointError(f"{path}: {echo(key)} is not complete: {problem}")

@@ -14,8 +14,8 @@ from pipeloom.limits import read_json
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.parallel.exchange import all_gather_json
 from pipeloom.train.checkpoint.boxes import Box
-from pipeloom.train.checkpoint.folder import DTYPE_NAMES, DTYPES_BY_NAME, verify
-from pipeloom.train.checkpoint.manifest import EXTRA, Manifest, StoredBox, read_manifest
+from pipeloom.train.checkpoint.folder import DTYPE_NAMES, verify
+from pipeloom.train.checkpoint.manifest import DTYPES_BY_NAME, EXTRA, Manifest, StoredBox, read_manifest
 
 _EXTRA_BYTES = 2**28
 _MOST_NESTED = 1000  # values of a user's own program may be nested deeper than a configuration
@@ -67,10 +67,6 @@ class Reader:
             return values
         except (ConfigError, OSError) as error:
             raise CheckpointError(f"{path}: {name!r} cannot be read: {str(error)[:200]}") from None
-
-    def extra(self) -> Any:
-        """Return the value passed to `save` as `extra`, or None."""
-        return read_extra(self.directory) if EXTRA in self.manifest.files else None
 
 
 def read_extra(directory: Path) -> Any:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
+from pipeloom.limits import of_annotated_types, require_whole
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.boxes import Box, tiling_problem
 from pipeloom.train.checkpoint.folder import (
@@ -63,13 +64,11 @@ class _Plan:
     Attributes:
         digest: digest of this rank's parts (keys, dtypes, shapes and boxes) for which the plan was made.
         mine: (position among this rank's parts, name in its file) of each box that it writes.
-        writers: the ranks that write a file.
         entries: key -> entry of the manifest, for the tensors of all ranks.
     """
 
     digest: str
     mine: tuple[tuple[int, str], ...]
-    writers: tuple[int, ...]
     entries: Mapping[str, TensorEntry]
 
 
@@ -94,6 +93,7 @@ class Saver:
         writer_cpu: CPU seconds that writing it took.
     """
 
+    @of_annotated_types
     def __init__(
         self,
         folder: str | Path,
@@ -105,6 +105,8 @@ class Saver:
         asynchronous: bool = False,
         base: BaseWeights | None = None,
     ) -> None:
+        require_whole("keep", keep, 0)
+        require_whole("keep_every", keep_every, 0)
         self.folder = Path(folder)
         self.base = base
         self.equal_until: int | None = None
@@ -172,7 +174,7 @@ class Saver:
             stored = ("model", *["optimizer"] * (self._optimizer is not None), *["extra"] * (content is not None))
             entries, writer = self._plan.entries, _writer(self._world)
             manifest = Manifest(step, stored, entries, self._numbers, {}, writer, self.base)
-            job = _Job(self, final, partial, named, trained, self._plan.writers, manifest, content)
+            job = _Job(self, final, partial, named, trained, manifest, content)
             if self._asynchronous:
                 self._written.clear()
                 self._thread = threading.Thread(target=job.run, name="pipeloom-checkpoint", daemon=True)
@@ -180,7 +182,9 @@ class Saver:
             else:
                 job.run(meanwhile)
         except BaseException:
-            self._abandon(partial)
+            if self._held is not None:
+                shutil.rmtree(partial, ignore_errors=True)
+            self.release()
             if failure is not None:
                 raise failure from None
             raise
@@ -235,12 +239,6 @@ class Saver:
             return f"{partial}: cannot be created: {error.strerror or error}"
         return ""
 
-    def _abandon(self, partial: Path) -> None:
-        """Remove what was written, and unlock the folder, if this rank prepared them."""
-        if self._held is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.release()
-
     def release(self) -> None:
         """Unlock the folder, so that other runs can save into it."""
         held, self._held = self._held, None
@@ -289,7 +287,6 @@ class _Job:
 
     Attributes:
         trained: names of those tensors that are trained weights, all values of which must be finite.
-        writers: the ranks that write a file.
         manifest: the checkpoint's, without files.
         stored: size and digest of this rank's file, once it is written; None: there is none.
     """
@@ -299,7 +296,6 @@ class _Job:
     partial: Path
     tensors: Mapping[str, Tensor]
     trained: frozenset[str]
-    writers: tuple[int, ...]
     manifest: Manifest
     extra: bytes | None
     stored: dict[str, Any] | None = None
@@ -346,14 +342,14 @@ class _Job:
             if not _is_finite(self.tensors[name]):
                 weight = name.partition("@")[0].removeprefix("model.")
                 raise CheckpointError(f"{weight} has values that are not finite after step {self.manifest.step}")
-        if self.saver._rank in self.writers:
+        if self.tensors:
             self.stored = asdict(write_tensors(self.partial / file_name(self.saver._rank), self.tensors, meanwhile))
             self.saver.written = self.stored["size"]
 
     def _publish(self, outcomes: Sequence[Any]) -> None:
         if problem := next((problem for problem, _ in outcomes if problem), ""):
             raise CheckpointError(problem)
-        files = {file_name(rank): StoredFile(**outcomes[rank][1]) for rank in self.writers}
+        files = {file_name(rank): StoredFile(**stored) for rank, (_, stored) in enumerate(outcomes) if stored}
         for name, stored in files.items():
             size = os.stat(self.partial / name).st_size
             if size != stored.size:
@@ -434,11 +430,9 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
     load = [0] * len(everyone)
     entries: dict[str, list[StoredBox]] = {}
     mine: list[tuple[int, str]] = []
-    writers: set[int] = set()
     for (key, box), ranks in holders.items():
         writer = ranks[0] if key in first_only else min(ranks, key=lambda number: load[number])
         load[writer] += box.elements
-        writers.add(writer)
         name = key if box.shape == whole[key][1] else f"{key}@{','.join(map(str, box.offset))}"
         entries.setdefault(key, []).append(StoredBox(file_name(writer), name, *box))
         if writer == rank:
@@ -450,7 +444,6 @@ def _plan(everyone: Sequence[Sequence[Sequence[Any]]], rank: int, digest: str) -
     return _Plan(
         digest,
         tuple(mine),
-        tuple(sorted(writers)),
         {key: TensorEntry(*whole[key], tuple(boxes)) for key, boxes in sorted(entries.items())},
     )
 

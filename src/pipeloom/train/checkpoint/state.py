@@ -6,7 +6,7 @@ Keys: `model.NAME` for parameters and persistent buffers, `optimizer.NAME.STATE`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, product
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeloom.errors import CheckpointError, UsageError
 from pipeloom.limits import MOST_STEPS
+from pipeloom.parallel.masters import Master
 from pipeloom.parallel.sharding import ParameterSharding
 from pipeloom.runtime import Pipeline
 from pipeloom.runtime.tensor_spec import layout_name, memory_of
@@ -173,29 +174,31 @@ def model_parts(pipeline: Pipeline, trained_only: bool = False) -> list[Part]:
     ]
 
 
-class _State(NamedTuple):
-    """Optimizer state of the elements `start` to `stop` of a parameter, in row-major order: kind -> value.
-
-    `shape`: shape of the state tensors that have an entry for each of these elements.
-    """
+class SteppedState(NamedTuple):
+    """Elements of a parameter that an optimizer of torch steps here, and what it keeps of them: kind -> value."""
 
     held: Holder
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    values: Mapping[str, Any]
+    stepped: Master
+    optimizer: torch.optim.Optimizer
+
+    def values(self) -> dict[str, Any]:
+        """Return the state; under "master" the elements themselves where they have another dtype than the parameter."""
+        values = dict(self.optimizer.state.get(self.stepped.tensor, {}))
+        differs = self.stepped.tensor.dtype != self.held.tensor.dtype
+        return {**values, "master": self.stepped.tensor} if differs else values
 
 
 def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[Part], dict[str, Number]]:
     """Return (boxes of this process's optimizer state, key -> state that is a number and not a tensor)."""
     parts: list[Part] = []
     numbers: dict[str, Number] = {}
-    for held, start, _, shape, values in _states(pipeline, optimizer):
-        for kind, value in values.items() if held.saves_state else ():
+    for state in stepped_states(pipeline, optimizer):
+        held, stepped = state.held, state.stepped
+        for kind, value in state.values().items() if held.saves_state else ():
             key = f"optimizer.{held.name}.{kind}"
-            if isinstance(value, Tensor) and value.shape == shape:
-                parts += [Part(key, held.shape, box, part) for box, part in held.parts(value.detach(), start)]
-            elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == shape):
+            if isinstance(value, Tensor) and value.shape == stepped.tensor.shape:
+                parts += [Part(key, held.shape, box, part) for box, part in held.parts(value.detach(), stepped.start)]
+            elif isinstance(value, Tensor) and (value.ndim == 0 or held.shape == stepped.tensor.shape):
                 parts.append(Part(key, tuple(value.shape), Box.whole(value.shape), value.detach()))
             elif isinstance(value, bool | int | float):
                 numbers[key] = value
@@ -207,38 +210,21 @@ def optimizer_parts(pipeline: Pipeline, optimizer: AnyOptimizer) -> tuple[list[P
     return parts, numbers
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """Return the optimizer's parameters, without the one that `Pipeline.parameters` yields where there are none."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.numel()]
-
-
-def _states(pipeline: Pipeline, optimizer: AnyOptimizer) -> Iterator[_State]:
-    """Yield the state of each parameter that the optimizer steps here."""
+def stepped_states(pipeline: Pipeline, optimizer: AnyOptimizer) -> list[SteppedState]:
+    """Return the state of each parameter that the optimizer steps here."""
     by_name = {held.name: held for held in holders(pipeline) if held.parameter}
-    parameters = {parameter: by_name[pipeline._stored_name(name)] for name, parameter in pipeline.named_parameters()}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        shards = {shard.tensor: shard for shard in pipeline.shards()}
-        for parameter in _stepped(optimizer):
-            if parameter not in shards:
+    if isinstance(optimizer, Optimizer):
+        stepped = [(master, optimizer.torch_optimizer(master.name)) for master in optimizer.masters.all]
+    else:
+        shards, stepped = {shard.tensor: shard for shard in pipeline.shards()}, []
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter in shards:
+                stepped.append((shards[parameter], optimizer))
+            elif parameter.numel():  # unlike the one that `Pipeline.parameters` yields where there are none
                 raise UsageError(
                     f"the optimizer steps a parameter of {list(parameter.shape)} that is not among pipeline.parameters()"
                 )
-            shard, values = shards[parameter], dict(optimizer.state.get(parameter, {}))
-            held = by_name[pipeline._stored_name(shard.name)]
-            if parameter.dtype != held.tensor.dtype:
-                values["master"] = parameter
-            yield _State(held, shard.start, shard.stop, tuple(parameter.shape), values)
-        return
-    states = optimizer.state_dict()
-    for name, parameter in pipeline.named_parameters():
-        if name in states:
-            state, held = states[name], parameters[parameter]
-            values = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
-            if values["master"].dtype == held.tensor.dtype:  # the parameter's own values
-                del values["master"]
-            if state["step"]:
-                values["step"] = torch.tensor(state["step"], dtype=torch.float64)
-            yield _State(held, state["start"], state["stop"], (state["stop"] - state["start"],), values)
+    return [SteppedState(by_name[pipeline._stored_name(each.name)], each, inner) for each, inner in stepped]
 
 
 def _words(value: object) -> str:
@@ -309,57 +295,52 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
         if first == "optimizer":
             name, _, kind = rest.rpartition(".")
             kinds.setdefault(name, set()).add(kind)
-    slots = list(_states(pipeline, optimizer))
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer.state.clear()
-        for parameter, slot in zip(_stepped(optimizer), slots, strict=True):
-            for kind in sorted(kinds.get(slot.held.name, ())):
-                value = _torch_state(stored, slot, kind, parameter.device)
-                if kind == "master":
-                    parameter.copy_(value)
-                else:
-                    optimizer.state[parameter][kind] = value
-        return
-    by_name = {pipeline._stored_name(name): name for name, _ in pipeline.named_parameters()}
-    states = {
-        by_name[slot.held.name]: _sliced_state(
-            stored, slot, kinds.get(slot.held.name, set()), optimizer.moments(by_name[slot.held.name])
+    ours = optimizer if isinstance(optimizer, Optimizer) else None
+    for inner in optimizer.optimizers if isinstance(optimizer, Optimizer) else [optimizer]:
+        inner.state.clear()
+    for state in stepped_states(pipeline, optimizer):
+        name, tensor = state.held.name, state.stepped.tensor
+        present = kinds.get(name, set()) - {"master"}
+        if ours is not None:
+            present = _complete(stored, state.held, present, ours.moments(state.stepped.name))
+        for kind in sorted(present):
+            value = _loaded(stored, state, f"optimizer.{name}.{kind}")
+            if ours is not None:  # torch's fused AdamW counts steps in fp32 on the device
+                value = value.to(tensor.device, tensor.dtype if value.ndim else torch.float32)
+            state.optimizer.state[tensor][kind] = value
+        if tensor.dtype != state.held.tensor.dtype:
+            key = f"optimizer.{name}.master"
+            tensor.copy_(_loaded(stored, state, key if key in stored.tensors else f"model.{name}"))
+    if ours is not None:
+        ours.masters.publish()
+
+
+def _complete(stored: Reader, held: Holder, present: set[str], moments: tuple[str, ...]) -> set[str]:
+    """Return the kinds of state to load of those `present`.
+
+    Raises CheckpointError for a part of a state, and for values that it cannot have.
+    """
+    kinds = ("step", *moments) if "exp_avg" in moments else moments
+    if present and not {*kinds} <= present <= {"step", *kinds}:
+        expected = " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:])))
+        raise CheckpointError(
+            f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {', '.join(sorted(present))}"
         )
-        for slot in slots
-    }
-    optimizer.load_state_dict(states)
+    for kind in present:
+        _require_shape(stored, f"optimizer.{held.name}.{kind}", () if kind == "step" else held.shape)
+    steps = float(stored.whole(f"optimizer.{held.name}.step")) if "step" in present else 0.0
+    if not 0 <= steps <= MOST_STEPS:
+        raise CheckpointError(f"{held.name!r}: expected a number of steps, found {steps} in the checkpoint")
+    return present.intersection(kinds)
 
 
-def _torch_state(stored: Reader, slot: _State, kind: str, device: torch.device) -> Any:
-    held = slot.held
-    key = f"optimizer.{held.name}.{kind}"
+def _loaded(stored: Reader, state: SteppedState, key: str) -> Any:
+    """Return a value of a parameter's state; of tensors in its whole shape the elements that are stepped here."""
     if key in stored.numbers:
         return stored.numbers[key]
-    shape = stored.tensors[key]
+    shape, (held, stepped, _) = stored.tensors[key], state
     if shape == held.shape and shape:
-        return held.read(partial(stored.region, key), slot.start, slot.stop).view(slot.shape).to(device)
+        values = held.read(partial(stored.region, key), stepped.start, stepped.stop)
+        return values.view(stepped.tensor.shape).to(stepped.tensor.device)
     value = stored.whole(key)
-    return value.to(device) if value.ndim else value  # torch keeps the number of steps on the CPU
-
-
-def _sliced_state(stored: Reader, slot: _State, present: set[str], moments: tuple[str, ...]) -> dict[str, Any]:
-    held, start, stop = slot.held, slot.start, slot.stop
-    if present - {"master"} and present - {"master"} != {"step", *moments}:
-        expected = " and ".join([", ".join(("step", *moments[:-1])), *moments[-1:]])
-        raise CheckpointError(
-            f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found "
-            f"{', '.join(sorted(present - {'master'}))}"
-        )
-    state: dict[str, Any] = {"start": start, "stop": stop, "step": 0.0}
-    if "step" in present:
-        key = f"optimizer.{held.name}.step"
-        _require_shape(stored, key, ())
-        state["step"] = stored.region(key, Box((), ())).double().item()
-        if not 0 <= state["step"] <= MOST_STEPS:
-            raise CheckpointError(f"{held.name!r}: expected a number of steps, found {state['step']} in the checkpoint")
-    for kind in ("master", *(moments if state["step"] else ())):
-        key = f"optimizer.{held.name}.{kind}"
-        key = key if key in stored.tensors else f"model.{held.name}"
-        _require_shape(stored, key, held.shape)
-        state[kind] = held.read(partial(stored.region, key), start, stop)
-    return state
+    return value.to(stepped.tensor.device) if value.ndim else value  # torch keeps the number of steps on the CPU

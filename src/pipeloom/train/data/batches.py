@@ -348,7 +348,7 @@ class Batches:
     """The batches of a run over all replicas; each depends on the configuration, the data and the step alone."""
 
     def __init__(self, text: Tensor | Rows | Mixture | SortedDocuments, config: Config, replicas: int) -> None:
-        """Raise ConfigError for data that is too short, or a `data.sampling` that it does not support."""
+        """Raise ConfigError for data that is too short."""
         train, data = config.train, config.data
         if isinstance(text, Tensor):
             text = windows_of(text, train.seq_len, "training text")
@@ -358,21 +358,13 @@ class Batches:
             whole = isinstance(text, PackedRows | Mixture | SortedDocuments)
             order = "shuffle-then-split" if whole else "anywhere"
         self._samplers: list[Sampler] = []
-        if isinstance(text, SortedDocuments):
-            self._samplers = [Sampler(text.count, 1, 1, train.seed, "shuffle-then-split", "drop")]
-        elif isinstance(text, Mixture):
-            if order == "split-then-shuffle":
-                raise ConfigError(
-                    f'data.sampling = "{order}": it is for one source, and there are {len(text.sources)}; '
-                    'nearest: "shuffle-then-split"'
-                )
-            if order != "anywhere":
-                self._samplers = [
-                    Sampler(source.count, 1, 1, train.seed + at, order, "drop")
-                    for at, source in enumerate(text.sources)
-                ]
-        elif order != "anywhere":
+        if order != "anywhere" and isinstance(text, SpanRows | PackedRows):
             self._samplers = [Sampler(text.count, train.global_batch_size, replicas, train.seed, order, data.remainder)]
+        elif order != "anywhere":  # one by one: batches, or rows of several sources
+            parts = text.sources if isinstance(text, Mixture) else [text]
+            self._samplers = [
+                Sampler(part.count, 1, 1, train.seed + at, order, "drop") for at, part in enumerate(parts)
+            ]
 
     def of_step(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0: windows that start anywhere, or rows in the sampler's order."""

@@ -111,12 +111,13 @@ class Writer:
         self._folder = folder
         self._files: dict[str, tuple[BinaryIO, np.dtype[Any], Any]] = {}
         self._counts: dict[str, int] = {}
+        self._opened = contextlib.ExitStack()
         self.facts: dict[str, Any] = {}
 
     def add(self, name: str, kind: str, values: Sequence[int] | np.ndarray = ()) -> None:
         """Append `values` to an array with elements of type `kind`, which the first call creates."""
         if name not in self._files:
-            raw = open(self._folder / f"{name}.raw", "wb")  # noqa: SIM115  # closed in `finish`
+            raw = self._opened.enter_context((self._folder / f"{name}.raw").open("wb"))
             self._files[name] = raw, np.dtype(kind), hashlib.sha256(np.dtype(kind).str.encode())
         file, dtype, hasher = self._files[name]
         content = np.ascontiguousarray(values, dtype=dtype).data
@@ -125,17 +126,15 @@ class Writer:
         self._counts[name] = self._counts.get(name, 0) + len(values)
 
     def finish(self) -> None:
-        for file, _, _ in self._files.values():
-            file.close()
+        self._opened.close()
         arrays = {
             name: [kind.str, self._counts[name], hasher.hexdigest()] for name, (_, kind, hasher) in self._files.items()
         }
         (self._folder / INDEX).write_text(json.dumps({"arrays": arrays, "facts": self.facts}), encoding="utf-8")
 
     def close(self) -> None:
-        for file, _, _ in self._files.values():
-            with contextlib.suppress(OSError):
-                file.close()
+        with contextlib.suppress(OSError):
+            self._opened.close()
 
 
 def entry(folder: Path, name: str, write: Callable[[Writer], None]) -> Entry:

@@ -39,8 +39,8 @@ _OF_FILES = """
 HARMLESS = frozenset(_OF_FILES.split())
 
 
-class BadConversation(ValueError):
-    """A conversation that cannot be rendered as text, with the reason."""
+class BadDocument(ValueError):
+    """A document that cannot be read, or a conversation that cannot be rendered as text, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Conversation:
 
 
 def conversation(record: Mapping[str, Any], names: Sequence[str]) -> Conversation:
-    """Return the conversation in the fields `names` of a record. Raises BadConversation for one that cannot be learned."""
+    """Return the conversation in the fields `names` of a record. Raises BadDocument for one that cannot be learned."""
     for key, why in REFUSED.items():
         if record.get(key):
-            raise BadConversation(f"it has {key}, and {why}")
+            raise BadDocument(f"it has {key}, and {why}")
     given = list(record[names[0]]) if len(names) == 1 else _pair([record.get(name) for name in names])
     before = _history(_parsed(record.get("history") or [], "history", list))
     if system := record.get("system"):
@@ -72,7 +72,7 @@ def conversation(record: Mapping[str, Any], names: Sequence[str]) -> Conversatio
     liked = all(record.get(key) is not False for key in ("label", "kto_tag"))
     answers = [at for at, (message, _) in enumerate(read) if message["role"] == ANSWERS]
     if not answers:
-        raise BadConversation(f'no message has the role "{ANSWERS}", so there is nothing to learn')
+        raise BadDocument(f'no message has the role "{ANSWERS}", so there is nothing to learn')
     read = read[: answers[-1] + 1]
     messages = [message for message, _ in read]
     return Conversation(messages, _tools(record), tuple(liked and learned for _, learned in read))
@@ -93,7 +93,7 @@ def _pair(fields: list[Any]) -> list[Any]:
 
 def _history(pairs: list[Any]) -> list[dict[str, Any]]:
     if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise BadConversation("history is not a list of [question, answer]")
+        raise BadDocument("history is not a list of [question, answer]")
     return [
         {"role": role, "content": text} for pair in pairs for role, text in zip(("user", ANSWERS), pair, strict=True)
     ]
@@ -119,17 +119,17 @@ def _message(number: int, given: Any) -> tuple[dict[str, Any], bool]:
     if isinstance(content, list):
         content = "".join(_text_of(part, what) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise BadConversation(f'{what} is not {{"role": text, "content": text}}')
+        raise BadDocument(f'{what} is not {{"role": text, "content": text}}')
     if weight not in (0, 1):
-        raise BadConversation(f"{what}: weight = {as_json(weight)}: it must be 0 or 1")
+        raise BadDocument(f"{what}: weight = {as_json(weight)}: it must be 0 or 1")
     message |= {"role": _SPEAKERS.get(role, role), "content": content}
     try:
         json.dumps(message, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise BadConversation(f"{what} holds half of a surrogate pair, which is not text") from None
+        raise BadDocument(f"{what} holds half of a surrogate pair, which is not text") from None
     learned = message["role"] == ANSWERS and bool(weight)
     if learned and not content.strip() and not message.keys() & {"tool_calls", *REASONING}:
-        raise BadConversation(f"{what} is an answer with neither text nor a call, from which silence would be learned")
+        raise BadDocument(f"{what} is an answer with neither text nor a call, from which silence would be learned")
     return message, learned
 
 
@@ -137,14 +137,14 @@ def _require_known(what: str, values: Mapping[str, Any], used: Sequence[str]) ->
     try:
         refuse_unknown(what, values, used, HARMLESS)
     except ConfigError as error:
-        raise BadConversation(str(error)) from None
+        raise BadDocument(str(error)) from None
 
 
 def _text_of(part: Any, what: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else part
-        raise BadConversation(f"{what} has a part of type {as_json(kind)}, and only text is learned")
+        raise BadDocument(f"{what} has a part of type {as_json(kind)}, and only text is learned")
     return text
 
 
@@ -156,7 +156,7 @@ def _call(given: Any, what: str) -> dict[str, Any]:
             _require_known(f"{what}: its call", keys, ("id", "type", "function", "name", "arguments"))
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str):
-        raise BadConversation(f"{what} has a call without the name of a function: {as_json(given)}")
+        raise BadDocument(f"{what} has a call without the name of a function: {as_json(given)}")
     arguments = _parsed(function.get("arguments") or {}, f"{what}: the arguments of {shortened(name, 60)}")
     identity = {"id": given["id"]} if isinstance(given.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -176,7 +176,7 @@ def _parsed(value: Any, what: str, kind: type = dict) -> Any:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, kind):
-        raise BadConversation(f"{what} is {as_json(value)}, not JSON of {'an object' if kind is dict else 'a list'}")
+        raise BadDocument(f"{what} is {as_json(value)}, not JSON of {'an object' if kind is dict else 'a list'}")
     return parsed
 
 

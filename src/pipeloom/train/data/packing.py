@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -78,7 +79,7 @@ def packed(pieces: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.nd
     order: list[np.ndarray] = []
     sizes: list[int] = []
     for start in range(0, len(pieces), window):
-        for row in first_fit_decreasing(pieces[start : start + window, 1].tolist(), length):
+        for row in best_fit_decreasing(pieces[start : start + window, 1].tolist(), length):
             order.append(np.array(row) + start)
             sizes.append(len(row))
     if not order:
@@ -86,30 +87,21 @@ def packed(pieces: np.ndarray, length: int, window: int = WINDOW) -> tuple[np.nd
     return pieces[np.concatenate(order)], np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def first_fit_decreasing(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Put each item, the largest first, into the first bin with room for it. Return the item numbers of each bin.
+def best_fit_decreasing(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Put each item, the largest first, into the fullest bin with room for it. Return the item numbers of each bin.
 
-    No size may exceed `room`. A tree holds the largest room in each half of the bins, so that finding the first takes
-    log2(items) steps.
+    No size may exceed `room`.
     """
-    count = len(sizes)
-    leaves = 1 << max(0, count - 1).bit_length()
-    tree = [room] * (2 * leaves)
     bins: list[list[int]] = []
-    for item in sorted(range(count), key=lambda at: -sizes[at]):
-        size, node = sizes[item], 1
-        while node < leaves:
-            node *= 2
-            node += tree[node] < size
-        where = node - leaves
-        if where == len(bins):
+    left: list[tuple[int, int]] = []  # (room in a bin, its number), in ascending order
+    for item in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        fullest = bisect_left(left, (sizes[item],))
+        if fullest == len(left):
+            left.append((room, len(bins)))
             bins.append([])
-        bins[where].append(item)
-        tree[node] -= size
-        while node > 1:
-            node //= 2
-            left, right = tree[2 * node], tree[2 * node + 1]
-            tree[node] = left if left > right else right
+        free, number = left.pop(fullest)
+        bins[number].append(item)
+        insort(left, (free - sizes[item], number))
     return bins
 
 

@@ -284,5 +284,5 @@ def _pieces(source_store: store.Store, part: Spans, config: Config, folder: Path
         writer.add("pieces", "<i8", pieces.reshape(-1))
 
     which = cache.digest_of([part.starts.tolist()[:1], part.ends.tolist()[-1:], len(part.starts), _every(config)])
-    kind = "packed" if packs else "pieces"
+    kind = "best fit" if packs else "pieces"
     return cache.entry(folder, cache.digest_of([kind, source_store.digest, length, which]), write)

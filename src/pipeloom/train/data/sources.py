@@ -18,12 +18,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pipeloom.errors import ConfigError, UsageError, echo, first_line, reason_of, shortened
 from pipeloom.foreign import unknown_keys
 from pipeloom.limits import CORPUS_BYTES, CORPUS_FILES, LINE_BYTES, expanded, open_file, read_file
-from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadConversation, conversation
+from pipeloom.train.data.conversations import BESIDE, HARMLESS, PAIRS, REFUSED, BadDocument, conversation
 
 STDLIB = "stdlib"
 _NOT_OURS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -49,13 +49,11 @@ def name_of(source: str) -> str:
     return sysconfig.get_paths()["stdlib"] if source == STDLIB else str(expanded(source))
 
 
-def text_files(root: Path, stdlib: bool = False) -> list[Path]:
+def text_files(root: Path) -> list[Path]:
     """Return `root` itself if it is a file, else the files below it that are not hidden, sorted.
 
-    Of the standard library, return the Python sources. Raises ConfigError for a folder with too many files.
+    Raises ConfigError for a folder with too many files.
     """
-    if stdlib:
-        return stdlib_files(root)
     if not root.is_dir():
         return [root]
     files: list[Path] = []
@@ -119,7 +117,7 @@ class Record:
 
     Attributes:
         place: the file and the line or row, for messages.
-        value: a text, or a `Conversation`.
+        value: a text, or a `Conversation`; the reason as a BadDocument where there is none.
         first, last: whether it begins and ends its document.
     """
 
@@ -127,14 +125,6 @@ class Record:
     value: Any
     first: bool = True
     last: bool = True
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """Placeholder for a document that cannot be read, with the reason."""
-
-    place: str
-    why: str
 
 
 def find(name: str, kind: str) -> Source:
@@ -146,7 +136,7 @@ def find(name: str, kind: str) -> Source:
     """
     option = f'data.source = "{shortened(name)}"'
     if name == STDLIB:
-        return Source(name, "text", tuple(text_files(Path(name_of(name)), stdlib=True)))
+        return Source(name, "text", tuple(stdlib_files(Path(name_of(name)))))
     path = expanded(name)
     if path.is_dir() and kind == "auto" and _is_dataset(path):
         return Source(name, "dataset", tuple(text_files(path)))
@@ -232,7 +222,7 @@ def _is_object(line: bytes) -> bool:
 # -- reading -----------------------------------------------------------------------------------------------------------------
 
 
-def records(fields: Fields) -> Iterator[Record | BadRecord]:
+def records(fields: Fields) -> Iterator[Record]:
     """Yield the documents of a source, in order. Raises ConfigError for files that cannot be read at all."""
     source = fields.source
     try:
@@ -291,39 +281,42 @@ class Fields:
                 f'{self.source.option}: {where} has no column "{shortened(self.names[0])}"; it has {", ".join(names[:20])}'
             )
 
-    def of(self, place: str, record: Any) -> Record | BadRecord:
+    def of(self, place: str, record: Any) -> Record:
+        """Return what to train on of a record, which may be a line of JSON."""
+        try:
+            return Record(place, self._value(_parsed(record) if isinstance(record, bytes) else record))
+        except BadDocument as error:
+            return Record(place, error)
+
+    def _value(self, record: Any) -> Any:
         if not isinstance(record, dict):
-            return BadRecord(place, f"it is {echo(record)}, not an object")
+            raise BadDocument(f"it is {echo(record)}, not an object")
         self.choose(record)
         name, value = self.names[0], record.get(self.names[0])
         if name not in record:
-            return BadRecord(place, f'it has no field "{shortened(name)}"')
+            raise BadDocument(f'it has no field "{shortened(name)}"')
         messages = isinstance(value, list) and all(isinstance(each, dict) for each in value)
         beside = BESIDE if messages or len(self.names) > 1 else ()
         self.unknown.update(unknown_keys(record, {*self.names, *beside, *HARMLESS}))
         if beside:
-            try:
-                return Record(place, conversation(record, self.names))
-            except BadConversation as error:
-                return BadRecord(place, str(error))
-        if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                return BadRecord(place, f'field "{name}" holds half of a surrogate pair, which is not text')
-            return Record(place, value)
-        return BadRecord(place, f'field "{shortened(name)}" is {echo(value)}, not a string or a list of messages')
+            return conversation(record, self.names)
+        if not isinstance(value, str):
+            raise BadDocument(f'field "{shortened(name)}" is {echo(value)}, not a string or a list of messages')
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise BadDocument(f'field "{name}" holds half of a surrogate pair, which is not text') from None
+        return value
 
 
-def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     """Yield the records of a file with an object on each line, or of one array of objects."""
     if file.suffix.lower() != ".gz" and _ARRAY.match(_head(file)):
-        rows = _parsed(read_file(file, CORPUS_BYTES, "a text").removeprefix(codecs.BOM_UTF8))
-        if isinstance(rows, str):
-            yield BadRecord(str(file), rows)
-            return
-        for at, record in enumerate(rows[0], 1):
-            yield fields.of(f"{file}, record {at}", record)
+        try:
+            rows = _parsed(read_file(file, CORPUS_BYTES, "a text").removeprefix(codecs.BOM_UTF8))
+            yield from (fields.of(f"{file}, record {at}", record) for at, record in enumerate(rows, 1))
+        except BadDocument as error:
+            yield Record(str(file), error)
         return
     number = 0
     with open_file(file, "a text") as raw:
@@ -334,33 +327,29 @@ def _json_lines(file: Path, source: Source, fields: Fields) -> Iterator[Record |
             if number == 1:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if len(line) > LINE_BYTES:
-                _skip_line(opened, line)
-                yield BadRecord(place, f"it has more than {LINE_BYTES:,} bytes")
+                while line and not line.endswith(b"\n"):
+                    line = opened.readline(LINE_BYTES)
+                yield Record(place, BadDocument(f"it has more than {LINE_BYTES:,} bytes"))
             elif line.strip():
-                record = _parsed(line)
-                yield BadRecord(place, record) if isinstance(record, str) else fields.of(place, record[0])
+                yield fields.of(place, line)
 
 
-def _skip_line(opened: BinaryIO, line: bytes) -> None:
-    while line and not line.endswith(b"\n"):
-        line = opened.readline(LINE_BYTES)
-
-
-def _parsed(line: bytes) -> tuple[Any] | str:
-    """Return (the value,) on a line, or the reason why it cannot be parsed."""
+def _parsed(line: bytes) -> Any:
+    """Return the value of a text of JSON. Raises BadDocument if it cannot be parsed."""
     try:
-        return (json.loads(line.decode()),)
+        return json.loads(line.decode())
     except UnicodeDecodeError as error:
-        return f"it is not UTF-8 (byte {error.start + 1})"
+        raise BadDocument(f"it is not UTF-8 (byte {error.start + 1})") from None
     except RecursionError:
-        return "it is nested too deeply"
+        raise BadDocument("it is nested too deeply") from None
     except ValueError as error:
         if b"\0" in line:
-            return "it is not JSON: it holds zero bytes"
-        return f"it is not JSON: {getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
+            raise BadDocument("it is not JSON: it holds zero bytes") from None
+        where = f"{getattr(error, 'msg', error)} (column {getattr(error, 'colno', '?')})"
+        raise BadDocument(f"it is not JSON: {where}") from None
 
 
-def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     content = read_file(file, CORPUS_BYTES, "a text")
     if b"\0" in content or not content:
         return  # a binary file
@@ -369,7 +358,7 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRe
         text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        yield BadRecord(f"{file}, line {line}", "it is not UTF-8")
+        yield Record(f"{file}, line {line}", BadDocument("it is not UTF-8"))
         return
     start = 0
     while start < len(text):
@@ -381,7 +370,7 @@ def _text(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRe
         start = end
 
 
-def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record | BadRecord]:
+def _dataset(file: Path, source: Source, fields: Fields) -> Iterator[Record]:
     """Yield the documents of a Parquet file, or of all files that `datasets` reads, a thousand rows at a time.
 
     A directory written by `Dataset.save_to_disk` is memory-mapped; everything else is streamed.
@@ -431,7 +420,7 @@ def _opened_dataset(datasets: Any, source: Source, file: Path, scratch: str) -> 
     return datasets.load_dataset(str(Path(files[0]).parent), data_files=files, streaming=True, cache_dir=scratch)
 
 
-_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record | BadRecord]]] = {
+_READERS: dict[str, Callable[[Path, Source, Fields], Iterator[Record]]] = {
     "text": _text,
     "jsonl": _json_lines,
     "parquet": _dataset,

@@ -14,8 +14,8 @@ from pipeloom.config.sections import DataSection
 from pipeloom.errors import ConfigError, UsageError, reason_of, shortened
 from pipeloom.limits import open_file
 from pipeloom.train.data import cache
-from pipeloom.train.data.conversations import BadConversation, Conversation
-from pipeloom.train.data.sources import BadRecord, Fields, Record, Source, records
+from pipeloom.train.data.conversations import BadDocument, Conversation
+from pipeloom.train.data.sources import Fields, Record, Source, records
 from pipeloom.train.data.tokenizers import (
     CHAT_TEMPLATE,
     Piece,
@@ -167,22 +167,22 @@ class _Tokenization:
         for record in records(self._fields):
             try:
                 rows = self._rows(record)
-            except BadConversation as error:
+            except BadDocument as error:
                 self._refuse(record.place, str(error))
                 continue
             for pieces in rows:
-                if pieces and isinstance(record, Record):  # an empty text is no document
+                if pieces:  # an empty text is no document
                     yield pieces, record.last
 
-    def _rows(self, record: Record | BadRecord) -> list[list[Piece]]:
-        """Return the pieces of each document of a record. Raises BadConversation if there is something wrong with it."""
-        if isinstance(record, BadRecord):
-            raise BadConversation(record.why)
+    def _rows(self, record: Record) -> list[list[Piece]]:
+        """Return the pieces of each document of a record. Raises BadDocument if there is something wrong with it."""
+        if isinstance(record.value, BadDocument):
+            raise record.value
         kinds = ("a text", "texts"), ("a conversation", "conversations")
         chat = isinstance(record.value, Conversation)
         self._chat = chat if self._chat is None else self._chat
         if chat != self._chat:
-            raise BadConversation(f"it is {kinds[chat][0]}, and those before are {kinds[self._chat][1]}")
+            raise BadDocument(f"it is {kinds[chat][0]}, and those before are {kinds[self._chat][1]}")
         if not chat:
             return [self._plain(record)]
         if not any(record.value.learned):

@@ -21,7 +21,7 @@ from pipeloom.limits import TOKENIZER_BYTES, expanded, read_file, read_json
 from pipeloom.train.data.conversations import (
     ANSWERS,
     REASONING,
-    BadConversation,
+    BadDocument,
     Conversation,
     markers,
     with_text_arguments,
@@ -122,7 +122,10 @@ Tokenizer = ByteTokenizer | VocabularyTokenizer
 def load_tokenizer(name: str, bos: str = AUTO, eos: str = AUTO) -> Tokenizer:
     """Load the tokenizer `name`: "bytes", a JSON file, or a directory. Raises ConfigError if that fails."""
     if name == BYTES:
-        return _bytes(bos, eos)
+        require_no_tokens(bos, eos)
+        tokenizer = ByteTokenizer()
+        tokenizer.eos = None if eos == NONE else tokenizer.eos
+        return tokenizer
     path = expanded(name)
     try:
         if path.is_dir():
@@ -145,14 +148,6 @@ def _no_tokenizer(name: str, error: Exception) -> ConfigError:
 
 
 _UNMARKED: dict[str, str | None] = {"bos_token": None, "eos_token": None}
-
-
-def _bytes(bos: str, eos: str) -> ByteTokenizer:
-    tokenizer = ByteTokenizer()
-    require_no_tokens(bos, eos)
-    if eos == NONE:
-        tokenizer.eos = None
-    return tokenizer
 
 
 def _from_file(path: Path) -> Any:
@@ -247,14 +242,14 @@ class SimpleTemplate:
     def rows(self, given: Conversation) -> list[list[Piece]]:
         """Return the pieces of each document of a conversation: one, or one for each answer that is learned.
 
-        Raises BadConversation if it cannot be rendered.
+        Raises BadDocument if it cannot be rendered.
         """
         pieces = [] if self._bos is None else [Piece(self._bos, False)]
         if given.tools:
             pieces.append(Piece(f"<|tools|>\n{json.dumps(given.tools, ensure_ascii=False)}\n", False))
         for message, learned in zip(given.messages, given.learned, strict=True):
             if extra := message.keys() & REASONING:
-                raise BadConversation(f'data.template = "simple" has no place for {min(extra)}')
+                raise BadDocument(f'data.template = "simple" has no place for {min(extra)}')
             calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
             text = "\n".join([message["content"]] * bool(message["content"]) + [f"<|call|>{call}" for call in calls])
             pieces.append(Piece(f"<|{message['role']}|>\n", False))
@@ -304,7 +299,7 @@ class TokenizerTemplate:
             )
             self._left_out[form] = next(left_out, "")
         if self._left_out[form]:
-            raise BadConversation(f"{self._words} leaves {self._left_out[form]} out")
+            raise BadDocument(f"{self._words} leaves {self._left_out[form]} out")
         messages = given.messages
         text, spans = self._render(messages, given.tools, False)
         if spans:
@@ -316,7 +311,7 @@ class TokenizerTemplate:
             prompt, whole = (self._render(messages[: number + at], given.tools, not at)[0] for at in (0, 1))
             if not whole.startswith(prompt):
                 same = next((at for at, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(whole))
-                raise BadConversation(
+                raise BadDocument(
                     f"{self._words} prompts for an answer with {shortened(prompt[same:])!r}, which it does not write before "
                     f'message {number + 1}; use data.template = "simple"'
                 )
@@ -344,7 +339,7 @@ class TokenizerTemplate:
         if len(learned) != len(spans) and all(learned):
             learned = [True] * len(spans)
         if len(learned) != len(spans):
-            raise BadConversation(
+            raise BadDocument(
                 f"{self._words} marks {len(spans)} answers of {len(learned)}, some of which are not learned"
             )
         pieces, before = [], 0
@@ -379,7 +374,7 @@ class TokenizerTemplate:
                 return text, spans[0] if spans else []
             except Exception as error:
                 words = words or first_line(error)
-        raise BadConversation(f"{self._words} refuses it: {words}")
+        raise BadDocument(f"{self._words} refuses it: {words}")
 
 
 Template = SimpleTemplate | TokenizerTemplate

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,15 @@ from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.config.sections import DataSection, LoraSection
 from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.limits import expanded
+from pipeloom.measure.build import lora_options
 from pipeloom.models import hf, hub_name, tied
 from pipeloom.models.hf.library import causal_model, read_config, transformers
 from pipeloom.models.hf.weights import SINGLE, WEIGHTS_INDEX
 from pipeloom.models.layers import PREDICTION_NORMS, block_name, own_name
-from pipeloom.models.lora import LoraOptions, is_adapter, is_transposed, merged
+from pipeloom.models.lora import is_adapter, is_transposed, merged
 from pipeloom.shapes.decoder import DecoderShape
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory, own_shape, own_values
-from pipeloom.train.checkpoint.folder import newest_checkpoint, require_new
+from pipeloom.train.checkpoint.folder import make_directory, newest_checkpoint, require_new
 from pipeloom.train.checkpoint.manifest import BaseWeights
 from pipeloom.train.checkpoint.reader import Reader, opened
 from pipeloom.train.checkpoint.run import RunFacts, validated
@@ -87,24 +89,17 @@ def _section(reader: Reader) -> ModelSection:
 def _origin(reader: Reader, section: ModelSection) -> Path | None:
     """Return the directory that the weights of Pipeloom's decoder were imported from, if it exists and has these sizes."""
     source = RunFacts.read(reader.directory).source
-    if not source and section.weights:
+    if not source and is_directory(section.weights):
         source = section.weights
-        if not is_directory(source):
-            source = _imported_from(Path(source))
-    if source is None or not is_directory(source):
+    elif not source and section.weights:
+        with suppress(CheckpointError):  # there is none, or it names no directory that it was imported from
+            source = RunFacts.read(newest_checkpoint(Path(section.weights))).source
+    if not source or not is_directory(source):
         return None
     values = own_values(read_config(source).to_dict())
     sizes = section.model_dump(mode="json")
     same = values is not None and all(sizes.get(key) == value for key, value in values.items())
     return Path(source) if same else None
-
-
-def _imported_from(folder: Path) -> str | None:
-    """Return the directory that a checkpoint was imported from; None if there is no such checkpoint, or it names none."""
-    try:
-        return RunFacts.read(newest_checkpoint(folder)).source
-    except CheckpointError:
-        return None
 
 
 def _write_tokenizer(directory: Path, out: Path) -> None:
@@ -177,7 +172,7 @@ def _write(
     config = read_config(source) if source is not None else hub_config(section.shape())
     config.dtype = dtype
     model = causal_model(config, dtype)
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     _write_files(out, (item for tensors in layers_of for item in _as_written(model, tensors).items()))
     if source is not None:
         _copy_texts(source, out, ("config.json",))
@@ -189,11 +184,19 @@ def _export_adapters(reader: Reader, base: BaseWeights, out: Path, merge: bool) 
     """Write a checkpoint's adapters alone, or with `merge` the whole model with the adapters added to its weights."""
     section = _section(reader)
     lora = validated(LoraSection, RunFacts.read(reader.directory).config.get("lora"), reader.directory)
-    options = LoraOptions(lora.r, lora.lora_alpha, lora.lora_dropout, lora.target_modules)
+    options = lora_options(lora)
+    assert options is not None
     names = [key.partition(".")[2] for key in reader.tensors if key.startswith("model.") and is_adapter(key)]
     adapters = {hub_name(name): reader.whole(f"model.{name}") for name in names}
     if not merge:
-        write_adapter(out, adapters, options, _hub_source(base), bool(_transposed(base, adapters)))
+        source, transposed = base.path, False
+        if base.kind == "checkpoint":  # which may be imported from a directory
+            source = RunFacts.read(Path(base.path)).source or base.path
+        else:
+            adapted = {name.rpartition(".lora_")[0] for name in adapters}
+            parts = causal_model(read_config(base.path), None).named_modules()
+            transposed = any(name in adapted and is_transposed(part) for name, part in parts)
+        write_adapter(out, adapters, options, source, transposed)
         return
     path = Path(base.path)
     now = directory_digest(path) if base.kind == "hugging face" else checkpoint_digest(path)
@@ -241,20 +244,6 @@ def _refuse_tied(ties: Sequence[Sequence[str]], adapters: Mapping[str, Tensor]) 
         weight = f"{name.rpartition('.lora_')[0]}.weight"
         if weight in shared:
             raise ConfigError(f"{weight} is tied to another weight, so its adapter cannot be merged into it")
-
-
-def _transposed(base: BaseWeights, adapters: Mapping[str, Tensor]) -> list[str]:
-    """Return the adapted layers that store their weights as [inputs, outputs]."""
-    if base.kind != "hugging face":
-        return []
-    adapted = {name.rpartition(".lora_")[0] for name in adapters}
-    model = causal_model(read_config(base.path), None)
-    return [name for name, part in model.named_modules() if name in adapted and is_transposed(part)]
-
-
-def _hub_source(base: BaseWeights) -> str:
-    """Return the Hugging Face directory that adapters belong to; where it is not known, the path of their base weights."""
-    return (None if base.kind == "hugging face" else RunFacts.read(Path(base.path)).source) or base.path
 
 
 def import_directory(source: Path, out: Path) -> tuple[Path, bool]:

@@ -32,7 +32,7 @@ from pipeloom.train.checkpoint.folder import newest_checkpoint
 from pipeloom.train.checkpoint.load import load
 from pipeloom.train.checkpoint.run import RunFacts
 from pipeloom.train.collect import sums
-from pipeloom.train.data.conversations import BadConversation
+from pipeloom.train.data.conversations import BadDocument
 from pipeloom.train.data.sources import BYTES, FILES, tokenizer_name
 from pipeloom.train.data.store import template_of
 from pipeloom.train.data.tokenizers import CHAT_TEMPLATE, Tokenizer, has_template, load_tokenizer, prompt_tokens
@@ -362,7 +362,7 @@ def continue_prompts(
     text = text_of(opened, raw)
     try:
         encoded = [text.encode(prompt) for prompt in prompts]
-    except BadConversation as error:
+    except BadDocument as error:
         raise UsageError(f"{error}; nearest: --raw, which takes the prompt as it stands") from None
     vocabulary = opened.layout.config.model.vocab_size
     for prompt, tokens in zip(prompts, encoded, strict=True):

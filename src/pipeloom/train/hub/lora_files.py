@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,16 @@ from pipeloom.config import Config
 from pipeloom.config.checks import CLASS_KEYS
 from pipeloom.errors import CheckpointError, ConfigError, did_you_mean
 from pipeloom.limits import expanded
-from pipeloom.measure.build import lora_options
+from pipeloom.measure.build import PARAMETER_DTYPES, foreign, lora_options
 from pipeloom.models import hub_name, layers
 from pipeloom.models.hf.library import causal_model, read_config
-from pipeloom.models.hf.weights import Folder, PretrainedWeights
+from pipeloom.models.hf.weights import PretrainedWeights, stored_tensors
 from pipeloom.models.lora import LoraOptions, is_adapter, is_linear
 from pipeloom.models.stored_tensors import StoredTensors
 from pipeloom.runtime import Pipeline
 from pipeloom.shapes.hub import ADAPTER_CONFIG, is_directory
 from pipeloom.shapes.ops import ALL_LINEAR
-from pipeloom.train.checkpoint.folder import newest_checkpoint
+from pipeloom.train.checkpoint.folder import make_directory, newest_checkpoint
 from pipeloom.train.checkpoint.load import on_every_rank, opened_together
 from pipeloom.train.checkpoint.manifest import BaseWeights, read_manifest
 from pipeloom.train.checkpoint.reader import Reader, verified
@@ -60,7 +60,7 @@ def directory_digest(path: Path) -> str:
     Only samples of the values are read, so that the time does not grow with the size of the tensors.
     """
     digest = hashlib.sha256((path / "config.json").read_bytes())
-    for name, entry in sorted(Folder(path).entries.items()):
+    for name, entry in sorted(stored_tensors(path).entries.items()):
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         with entry.file.open("rb", buffering=0) as file:
             for at in (0, max(0, entry.size // 2 - _SAMPLE), max(0, entry.size - _SAMPLE)):
@@ -89,8 +89,7 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
     if config.model.weights and (config.lora.r or not resumed):
         weights = expanded(config.model.weights).absolute()
         (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
-    if config.lora.r:
-        _require_adapters(config, pipeline)
+    require_targets(config)
     if config.lora.adapter and not resumed:
         read_adapter(expanded(config.lora.adapter), pipeline)
 
@@ -120,7 +119,7 @@ def read_directory(path: Path, pipeline: Pipeline) -> int:
             elif matrix == "down_proj" and len(shape) == 3:
                 name = f"{stem}experts.down_proj"
             weights.load_part(name, values, offset, shape)
-    return weights.folder.bytes_read
+    return weights.files.bytes_read
 
 
 @torch.no_grad()
@@ -163,39 +162,24 @@ def require_checkpoints(config: Config) -> None:
 
 
 def require_targets(config: Config) -> None:
-    """Raise ConfigError for adapters of layers that the model, which is built without its values, does not have."""
-    if not config.lora.r or config.lora.adapter or config.lora.target_modules == ALL_LINEAR:
+    """Raise ConfigError for an entry of `lora.target_modules` that fits no linear layer of the model, built without its values.
+
+    Layers that a class of your own has are not known.
+    """
+    options, targets = lora_options(config.lora), config.lora.target_modules
+    own_classes = any(getattr(config.model, key) for key in CLASS_KEYS)
+    if options is None or config.lora.adapter or targets == ALL_LINEAR or own_classes:
         return
     if config.model.source:
-        parts = {"": causal_model(read_config(expanded(config.model.source)), None)}
+        parts = {"": foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).cut.model}
     else:
         parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
     modules = [(layer, *each) for layer, part in parts.items() for each in part.named_modules()]
     linear = {hub_name(f"{layer}.{path}".strip(".")) for layer, path, module in modules if is_linear(module)}
-    _refuse_targets(config, linear, linear)
-
-
-def _require_adapters(config: Config, pipeline: Pipeline) -> None:
-    """As `require_targets`, of a model that is built; on every rank."""
-    if config.lora.adapter:  # whose own layers are compared when it is read
-        return
-    names = [(hub_name(name), p) for name, p in pipeline.named_parameters()]
-    adapted = [name.rpartition(".lora_")[0] for name, _ in names if is_adapter(name)]
-    weights = {name.split(".")[-2] for name, p in names if p.ndim == 2 and name.endswith(".weight")}
-    everyone = from_every_rank(pipeline, [adapted, sorted(weights)], "the other ranks to count their adapters")
-    adapted_anywhere, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
-    _refuse_targets(config, adapted_anywhere, known)
-
-
-def _refuse_targets(config: Config, names: Collection[str], known: Collection[str]) -> None:
-    """Raise ConfigError for an entry of `lora.target_modules` that none of the linear layers `names` fits."""
-    options = lora_options(config)
-    assert options is not None
-    targets = options.target_modules
     for target in [targets] if isinstance(targets, str) else targets:
         rule = replace(options, target_modules=target if isinstance(targets, str) else (target,))
-        if not any(map(rule.chooses, names)):
-            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in known})
+        if not any(map(rule.chooses, linear)):
+            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in linear})
             raise ConfigError(f"lora.target_modules: no linear layer is called {target!r:.200}{nearest}")
 
 
@@ -210,7 +194,7 @@ def write_adapter(out: Path, tensors: Mapping[str, Tensor], options: LoraOptions
         base: directory of the model that they belong to, for `peft`.
         transposed: whether the layers store their weights as [inputs, outputs].
     """
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out)
     named = {f"{_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, out / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     modules = sorted({name.rpartition(".lora_")[0] for name in tensors})
@@ -240,7 +224,12 @@ def read_adapter(folder: Path, pipeline: Pipeline) -> None:
     names = [hub_name(held.name) for held in here]
     exchange = partial(from_every_rank, pipeline, what="the other ranks to read an adapter", phase="load")
     answers = agreed(exchange, lambda: [_read_parts(folder / ADAPTER_WEIGHTS, here), names])
-    _refuse_others(folder, {key for keys, _ in answers for key in keys}, {n for _, known in answers for n in known})
+    keys, known = ({name for given in answers for name in given[at]} for at in (0, 1))
+    if others := sorted(keys - known):
+        raise ConfigError(
+            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
+            "model has no linear layer for"
+        )
 
 
 def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
@@ -260,12 +249,3 @@ def _read_parts(path: Path, here: Iterable[Holder]) -> list[str]:
         return keys
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {str(error)[:200]}") from error
-
-
-def _refuse_others(folder: Path, keys: Collection[str], known: Collection[str]) -> None:
-    others = sorted(set(keys) - set(known))
-    if others:
-        raise ConfigError(
-            f"{folder / ADAPTER_WEIGHTS}: it has {others[0]}{f' and {len(others) - 1} more' * (len(others) > 1)}, which the "
-            "model has no linear layer for"
-        )

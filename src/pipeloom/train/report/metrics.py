@@ -6,19 +6,18 @@ import contextlib
 import resource
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pipeloom.config import Config
 from pipeloom.draw.figures import in_columns
 from pipeloom.limits import usable_cores
+from pipeloom.plan import Device, load_device
+from pipeloom.plan.time import devices as sheets
 from pipeloom.schedule import Timeline, simulate
 
-# dense bf16 FLOP/s, from the vendors' data sheets
-_PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "MI300X": 1307e12}
 _MOST_ALLOCATIONS = 100_000  # the latest ones, each with a stack trace, which the file holds
 
 
@@ -80,11 +79,6 @@ class StepMetrics:
                 rows[-1] += f"; all-to-all: {self.all_to_all:.3f} s exposed"
         return rows
 
-    def record(self) -> dict[str, Any]:
-        """Return the figures for the log, the bubble rates also by the names that they had in 0.1."""
-        old = {"bubble_measured": self.bubble_rate, "bubble_simulated": self.bubble_rate_simulated}
-        return asdict(self) | old
-
 
 def simulated(measured: Timeline) -> Timeline:
     """Simulate the schedule of `measured` with its measured stage costs; messages take no time."""
@@ -123,11 +117,15 @@ def model_flops_utilization(config: Config, flops: float, device: torch.device, 
     """Return the model's FLOP/s over all devices (`flops`) divided by the devices' bf16 peak; None where that is not known."""
     if device.type != "cuda" or config.train.dtype != "bfloat16":
         return None
-    name = torch.cuda.get_device_name(device)
-    peak = next((value for key, value in _PEAKS.items() if key in name), None)
-    if peak is None:
-        return None
-    return flops / peak / devices
+    sheet = known_device(torch.cuda.get_device_name(device))
+    return None if sheet is None else flops / sheet.flops / devices
+
+
+def known_device(name: str) -> Device | None:
+    """Return the data sheet of a device that torch calls `name`; None where there is none. Longer names come first."""
+    words = name.lower().replace(" ", "")
+    known = next((each for each in sorted(sheets(), key=len, reverse=True) if each in words), None)
+    return None if known is None else load_device(known)
 
 
 def shared_cores(ranks: int, device: torch.device) -> str:

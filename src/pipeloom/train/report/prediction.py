@@ -9,13 +9,11 @@ from typing import Any
 
 from pipeloom.config import Layout
 from pipeloom.draw.figures import in_columns
-from pipeloom.plan import Device, load_device
 from pipeloom.plan.run import predicted
-from pipeloom.plan.time import devices
 from pipeloom.schedule import Costs, Timeline, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.traces.measured import costs_of
-from pipeloom.train.report.metrics import simulated
+from pipeloom.train.report.metrics import known_device, simulated
 
 _LEAST_CAUSE = 0.01  # share of the measured step: less is within its noise
 _MEASURE = {
@@ -101,7 +99,10 @@ def compared(
     device = known_device(device_name)
     prediction = predicted(replace(layout, schedule=measured.schedule), device).timeline
     if device is None:
-        prediction = simulate(measured.schedule, _at_speed(prediction, sum(measured.busy)))
+        scaled = prediction.costs.scaled(
+            sum(measured.busy) / sum(prediction.busy)
+        )  # all ranks together compute as long
+        prediction = simulate(measured.schedule, replace(scaled, p2p=0.0, message=0.0))
     fitted = costs_of([measured])
     measured_times = replace(
         fitted, **{name: getattr(prediction.costs, name) for name in ("p2p", "message", "bandwidth")}
@@ -127,18 +128,6 @@ def compared(
         figures,
         {name: after - before for name, before, after in zip(names, steps, steps[1:], strict=False)},
     )
-
-
-def known_device(name: str) -> Device | None:
-    """Return the data sheet of a device that torch calls `name`; None where there is none. Longer names come first."""
-    words = name.lower().replace(" ", "")
-    known = next((each for each in sorted(devices(), key=len, reverse=True) if each in words), None)
-    return None if known is None else load_device(known)
-
-
-def _at_speed(prediction: Timeline, busy: float) -> Costs:
-    """Return the prediction's times, scaled so that all ranks together compute for `busy` seconds; messages are free."""
-    return replace(prediction.costs.scaled(busy / sum(prediction.busy)), p2p=0.0, message=0.0)
 
 
 def _exposed(timeline: Timeline) -> float:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,15 +71,6 @@ class WandbFigures:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures that are finite numbers, without the step."""
-    return {
-        name: float(value)
-        for name, value in figures.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 class RunFolder:
@@ -176,10 +168,12 @@ class Report:
                 writer.close()
 
     def figures(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Pass the numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        """Pass the finite numbers among `figures` to TensorBoard and Weights & Biases, if configured."""
+        values = {name: value for name, value in figures.items() if name != "step" and isinstance(value, int | float)}
+        numbers = {name: float(value) for name, value in values.items() if math.isfinite(value)}
         for writer in list(self._writers):
             try:
-                writer.write(step, numbers_of(figures))
+                writer.write(step, numbers)
             except Exception as error:  # an error of another package, of any type: it must not end a run
                 self._writers.remove(writer)
                 self.say(f"{type(writer).__name__}: {type(error).__name__}: {error}; training continues without it")
@@ -210,8 +204,8 @@ class Report:
         head, *rows = metrics.lines(self._steps)
         self.say("\n".join([*([head] if self._rows % _ROWS_BELOW_HEAD == 0 else []), *rows]))
         self._rows += 1
-        self.record("figures", **metrics.record())
-        self.figures(metrics.step, metrics.record())
+        self.record("figures", **asdict(metrics))
+        self.figures(metrics.step, asdict(metrics))
 
     def advance(self) -> None:
         """Advance the progress bar by one step."""
@@ -296,8 +290,18 @@ class Report:
             self.draw(typical(traces), traces, [comparison.predicted] if comparison is not None else ())
         self.say(f"\nheld-out loss: {after:.4f} nats per {unit} (before training {before:.4f}; {count:,} {unit}s)")
         if traces:
-            self._record_step(typical(traces), crowded)
-            self.say("\n".join(step_lines(typical(traces), comparison, crowded)))
+            measured = typical(traces)
+            prediction = simulated(measured)
+            self.record(
+                "bubble",
+                ranks=measured.schedule.ranks,
+                shared_cores=crowded,
+                measured=measured.bubble_rate,
+                simulated=prediction.bubble_rate,
+                makespan_measured=measured.makespan,
+                makespan_simulated=prediction.makespan,
+            )
+            self.say("\n".join(step_lines(measured, comparison, crowded)))
         if comparison is not None:
             self.record("prediction", **comparison.record())
         if written:
@@ -305,18 +309,6 @@ class Report:
             parts = (textwrap.wrap(line, COLUMNS - 4, drop_whitespace=False) or [""] for line in written.split("\n"))
             self.say("sample:\n" + "\n".join(f"  | {part}" for line in parts for part in line))
         self.say_files(drawn=bool(traces))
-
-    def _record_step(self, measured: Timeline, crowded: str) -> None:
-        prediction = simulated(measured)
-        self.record(
-            "bubble",
-            ranks=measured.schedule.ranks,
-            shared_cores=crowded,
-            measured=measured.bubble_rate,
-            simulated=prediction.bubble_rate,
-            makespan_measured=measured.makespan,
-            makespan_simulated=prediction.makespan,
-        )
 
 
 class _NoReport:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,9 +19,7 @@ from pipeloom.schedule.channels import size_words
 from pipeloom.train.collect import gather
 from pipeloom.train.observers import StepEnd, StepObserver
 from pipeloom.train.optimizer import Optimizer
-
-if TYPE_CHECKING:
-    from pipeloom.train.report.report import Report
+from pipeloom.train.report.report import Report
 
 
 def predicted(layout: Layout) -> Sequence[RankMemory]:
@@ -83,13 +80,13 @@ class BytesCheck:
         if sync is not None:
             held += sync.held
         self._live = LiveBytes(held=held, resized=() if sync is None else sync.gathered)
-        self._live.__enter__()
+        self._live.__enter__()  # type: ignore[no-untyped-call]
 
     def _after_step(self, end: StepEnd) -> None:
         if not self._due:
             return
         if self._live is not None:
-            self._live.__exit__(None, None, None)
+            self._live.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             peak = self._live.peak + self._pipeline.stats.receive_bytes
         else:
             peak = torch.cuda.max_memory_allocated(self._pipeline.device)

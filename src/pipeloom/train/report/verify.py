@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,7 @@ from pipeloom.runtime.verify import relative_error
 from pipeloom.shapes.mesh import MeshShape, Place
 from pipeloom.train.data.batches import Batch
 from pipeloom.train.schedule_search import estimated
-from pipeloom.train.workers.context import require_agreement
-
-if TYPE_CHECKING:
-    from pipeloom.train.workers.context import WorkerContext
-
+from pipeloom.train.workers.context import WorkerContext, require_agreement
 
 NamedGradients = dict[str, Tensor | None]
 

@@ -53,17 +53,12 @@ class Requests:
         elif not self.ends:
             self.flags |= INTERRUPT if number == signal.SIGINT else STOP
 
-    def watch_save(self) -> None:
-        """From now on SIGUSR1 requests a checkpoint, also one that was received while it was blocked."""
+    def watch(self, *numbers: int) -> None:
+        """Take these signals as requests from now on, also those that were received while they were blocked."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGUSR1, lambda number, frame: self.note(number))
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-
-    def watch_end(self) -> None:
-        """From now on SIGTERM and SIGINT request a stop; before, they end the process."""
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 signal.signal(number, lambda number, frame: self.note(number))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 @dataclass(frozen=True)

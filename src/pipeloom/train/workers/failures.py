@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO, cast
 
 from pipeloom.errors import DistributedError, Interrupted, Preempted
@@ -234,9 +233,7 @@ class RankLog:
         self._redirections.enter_context(contextlib.redirect_stderr(err))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._redirections.close()
         for name, text in self._unfinished.items():
             if text:

@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -92,9 +93,9 @@ def _make(library: ctypes.CDLL, answer: socket.socket) -> None:
             raise OSError(ctypes.get_errno(), "")
         if user:
             at = "mapping the user"
-            _write("setgroups", "deny")
-            _write("uid_map", f"{user} {user} 1")
-            _write("gid_map", f"{group} {group} 1")
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         at = "starting the loopback interface"
         _start_loopback()
         at = "opening the namespace"
@@ -103,12 +104,6 @@ def _make(library: ctypes.CDLL, answer: socket.socket) -> None:
         answer.send(f"{error.errno or 0} {at}".encode())
     finally:
         os._exit(0)
-
-
-def _write(name: str, text: str) -> None:
-    file = os.open(f"/proc/self/{name}", os.O_WRONLY)
-    os.write(file, text.encode())
-    os.close(file)
 
 
 def _start_loopback() -> None:

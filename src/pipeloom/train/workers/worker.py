@@ -71,7 +71,7 @@ def main(layout: Layout, body: Callable[[WorkerContext], None]) -> int:
     """
     rank, requests = int(os.environ.get("RANK", 0)), Requests()
     with RankLog(rank) as log:
-        requests.watch_save()
+        requests.watch(signal.SIGUSR1)
         watching = _inherited_watchdog(layout)
         try:
             context = replace(start(layout, requests, watching), log=log)
@@ -114,17 +114,12 @@ def _explain(error: BaseException, watchdog: Watchdog | None, rank: int) -> tupl
         failure = cause or watchdog.failed(text)
     else:
         trace = text if code == 1 and "\n" in text else ""
-        what = text.splitlines()[-1] if trace else text or describe_end(code)
+        what = text.splitlines()[-1] if trace else text or f"it exited with code {code}"
         failure = watchdog.failed(f"rank {rank} failed: {what}", (rank,), trace)
     blames = (rank,) if failure.origin == rank and not failure.blames else failure.blames
     if code != DistributedError.exit_code:
         blames = () if getattr(error, "of_all_ranks", False) else (rank,)
     return code, text, blames, failure.origin
-
-
-def describe_end(code: int) -> str:
-    """Return the message for a worker that exited without one."""
-    return f"it exited with code {code}"
 
 
 def leave(code: int) -> NoReturn:
@@ -273,7 +268,7 @@ def describe(error: BaseException) -> tuple[int, str]:
 
 def _obey_signals(requests: Requests, watchdog: Watchdog | None) -> None:
     """From now on SIGTERM and SIGINT request a stop after the present step; before torch is loaded they end the process."""
-    requests.watch_end()
+    requests.watch(signal.SIGTERM, signal.SIGINT)
     if watchdog is not None and threading.current_thread() is threading.main_thread():
         watchdog.guard_signals()
 

@@ -170,10 +170,9 @@ def test_a_state_that_was_never_made_loads_and_a_partial_one_does_not(tmp_path: 
     checkpoint.load(path, run.pipeline, run.optimizer)
     assert run.optimizer.optimizers[0].state == {}
     run = trained()
-    states = run.optimizer.state_dict()
-    name = next(iter(states))
-    del states[name]["exp_avg_sq"]
-    run.optimizer.state_dict = lambda: states  # type: ignore[method-assign]
+    master = run.optimizer.masters.all[0]
+    del run.optimizer.optimizers[0].state[master.tensor]["exp_avg_sq"]
+    name = master.name
     broken = checkpoint.save(tmp_path, 1, run.pipeline, run.optimizer)
     other = Run(layout_of("one"))
     with pytest.raises(CheckpointError, match=rf"{name}.*expected step, exp_avg and exp_avg_sq.*found exp_avg, step"):

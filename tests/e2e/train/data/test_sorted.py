@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from corpora import config, data, documents, json_lines
-from pipeloom.config import resolve
 from pipeloom.errors import ConfigError
 from pipeloom.measure.build import build_pipeline
 from pipeloom.train.data.batches import Batch, Batches, SortedDocuments
+from resolved import resolve
 
 SIZES = np.random.default_rng(5).integers(2, 65, 100)  # of documents; their places are one fewer
 

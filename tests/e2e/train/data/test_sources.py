@@ -17,7 +17,8 @@ from tokenizers import Tokenizer
 from corpora import data, documents, json_lines, tokenizer_file
 from pipeloom.errors import ConfigError
 from pipeloom.train.data.batches import SpanRows
-from pipeloom.train.data.sources import BadRecord, Fields, Record, find, records
+from pipeloom.train.data.conversations import BadDocument
+from pipeloom.train.data.sources import Fields, Record, find, records
 from pipeloom.train.data.store import Joined
 
 
@@ -27,14 +28,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def read(path: Path | str, kind: str = "auto", field: str = "") -> list[Record | BadRecord]:
+def read(path: Path | str, kind: str = "auto", field: str = "") -> list[Record]:
     return list(records(Fields(find(str(path), kind), field)))
 
 
 def texts(path: Path | str, kind: str = "auto", field: str = "") -> list[str]:
     found = read(path, kind, field)
-    assert all(isinstance(record, Record) for record in found)
-    return [record.value for record in found if isinstance(record, Record)]
+    assert all(isinstance(record.value, str) for record in found)
+    return [record.value for record in found]
 
 
 def test_all_kinds_hold_the_same_documents(tmp_path: Path) -> None:
@@ -75,11 +76,13 @@ def test_an_array_of_objects_is_read_as_records(folder: Path) -> None:
     (folder / "a.json").write_text(array)
     one, two, three = read(folder / "a.json")
     assert [one, three] == [Record(f"{folder}/a.json, record {at}", text) for at, text in ((1, "one"), (3, "three"))]
-    assert two == BadRecord(f"{folder}/a.json, record 2", 'field "text" is 2, not a string or a list of messages')
+    assert two.place == f"{folder}/a.json, record 2"
+    assert isinstance(two.value, BadDocument)
+    assert str(two.value) == 'field "text" is 2, not a string or a list of messages'
     (folder / "a.json").write_text(array[:-1])
     (broken,) = read(folder / "a.json")
-    assert isinstance(broken, BadRecord)
-    assert broken.why.startswith("it is not JSON: ")
+    assert isinstance(broken.value, BadDocument)
+    assert str(broken.value).startswith("it is not JSON: ")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])

@@ -20,7 +20,7 @@ from pipeloom.models import layers as decoder_layers
 from pipeloom.runtime import LocalPipeline
 from pipeloom.train.data import sources
 from pipeloom.train.data.batches import PackedRows
-from pipeloom.train.data.conversations import BadConversation, conversation
+from pipeloom.train.data.conversations import BadDocument, conversation
 from pipeloom.train.data.tokenizers import SimpleTemplate, TokenizerTemplate, load_tokenizer
 from pipeloom.train.hub.generate import Sampling, extend
 
@@ -284,7 +284,7 @@ def test_what_a_template_leaves_out_is_refused_with_its_name(
     template: str, record: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     made = TokenizerTemplate(tokenizer_directory(tmp_path / "t", template, SPECIAL))
-    with pytest.raises(BadConversation, match=words):
+    with pytest.raises(BadDocument, match=words):
         made.rows(conversation(record, ("messages",)))
 
 
@@ -324,7 +324,7 @@ def test_what_a_template_leaves_out_is_refused_with_its_name(
     ],
 )
 def test_what_changes_the_meaning_is_refused_by_its_name(record: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadConversation, match=words):
+    with pytest.raises(BadDocument, match=words):
         conversation(record, ("messages",))
 
 

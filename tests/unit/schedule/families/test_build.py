@@ -28,7 +28,7 @@ def test_every_family_is_a_function_of_the_public_face(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize(("p", "m"), [(0, 4), (4, 0), (-1, 1), (2.5, 4), (True, 4)])
 def test_impossible_sizes(name: str, p: object, m: object) -> None:
-    with pytest.raises(UsageError, match=r"(ranks|microbatches) is .*; it must be a whole number of at least 1"):
+    with pytest.raises(UsageError, match=r"(ranks|microbatches) is .*; it must be a whole number"):
         build(name, p, m)  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from torch import nn
 
 from pipeloom import checkpoint, schedules
 from pipeloom.cli import main
-from pipeloom.errors import CheckpointError
+from pipeloom.errors import CheckpointError, ConfigError
 from pipeloom.runtime import Layer, Pipeline
 from pipeloom.train.checkpoint.dcp import RECORD, export_dcp, import_dcp
-from pipeloom.train.checkpoint.reader import Reader, verified
+from pipeloom.train.checkpoint.reader import Reader, read_extra, verified
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -43,7 +44,7 @@ def contents(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, object], ob
     assert manifest is not None, problem
     reader = Reader(path, manifest)
     tensors = {key: reader.region(key, entry.boxes[0].box) for key, entry in manifest.tensors.items()}
-    return tensors, dict(manifest.numbers), (manifest.step, reader.extra())
+    return tensors, dict(manifest.numbers), (manifest.step, read_extra(reader.directory))
 
 
 def test_out_and_in_again_is_bit_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,3 +103,18 @@ def test_what_is_no_tensor_is_not_unpickled(tmp_path: Path) -> None:
     dcp.save({RECORD: torch.ones(2, dtype=torch.uint8), "other": {1, 2}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     with pytest.raises(CheckpointError, match="'other' is of BytesStorageMetadata"):
         import_dcp(tmp_path / "dcp", tmp_path / "new")
+
+
+def test_out_and_in_again_warn_of_nothing(tmp_path: Path) -> None:
+    """torch warns of the process group that it misses, which one process has no use for."""
+    saved(tmp_path / "run")
+    with warnings.catch_warnings(action="error"):
+        export_dcp(tmp_path / "run", tmp_path / "out")
+        import_dcp(tmp_path / "out", tmp_path / "back")
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    saved(tmp_path / "run")
+    (tmp_path / "out").symlink_to(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"out cannot be created: File exists"):
+        export_dcp(tmp_path / "run", tmp_path / "out")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from corpora import config, data, documents, json_lines
-from pipeloom.config import resolve
 from pipeloom.plan.step import plan_step
 from pipeloom.shapes.layers import training_flops
 from pipeloom.train.data.batches import Batch, Batches, PackedRows
 from pipeloom.train.data.planned import StepPlanner, documents_of, lengths_of, most_tokens
 from pipeloom.train.workers.preflight import require_files
+from resolved import resolve
 
 
 def keys_of(folder: Path, **more: Any) -> dict[str, Any]:
