@@ -525,10 +525,13 @@ class GradientSync:
     def _show(self, bucket: Bucket) -> None:
         """Fill `.grad`: with views of the buffer, or of one copy of it in the parameters' dtype."""
         if self.in_grad(bucket):
-            flat = None if bucket.visible else bucket.flat.to(bucket.parameters[0].dtype)
-            for slot, view in bucket.views(bucket.flat if flat is None else flat):
-                gradient = self._views[slot.held.name] if flat is None else view
-                slot.held.parameter.grad = None if slot.held.parameter in self.absent else gradient
+            views = self._views
+            if not bucket.visible:
+                copy = bucket.flat.to(bucket.parameters[0].dtype)
+                views = {slot.held.name: view for slot, view in bucket.views(copy)}
+            for slot in bucket.slots:
+                absent = slot.held.parameter in self.absent
+                slot.held.parameter.grad = None if absent else views[slot.held.name]
 
     def _reached(self, bucket: Bucket, parameter: nn.Parameter, *_: Any) -> None:
         """Handle a complete gradient of a parameter in the current backward pass, and start reductions that can start."""

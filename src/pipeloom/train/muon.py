@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeloom.config.sections import ModelSection
+from pipeloom.errors import UsageError
 from pipeloom.parallel.buckets import Bucket
 from pipeloom.parallel.collectives import start_all_gather, start_gather_slices
 from pipeloom.parallel.data import GradientSync
@@ -141,6 +142,8 @@ class Muon(torch.optim.Optimizer):
         masters: all masters.
         sync: the reduction of their gradients; None where this process holds everything.
         rule: scaling rule, as for `scale_of`.
+
+    Raises UsageError for a weight whose tensor-parallel parts differ in size.
     """
 
     def __init__(
@@ -157,6 +160,10 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": 0.0})
         self._matrices, self._masters, self._sync, self._rule = matrices, masters, sync, rule
+        for name, matrix in matrices.items():
+            over = matrix.layout.over("tp")
+            if over is not None and len(set(over.sizes)) > 1:
+                raise UsageError(f"Muon needs {name} in equal parts on all tensor-parallel ranks, not {over.sizes}")
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -277,3 +277,13 @@ def test_bytes_under_a_large_output_layer_are_predicted(tmp_path: Path) -> None:
     layout = load_layout(None, {**FLAGS, **flags, "train.recompute": "full"})
     sizes = predicted_costs(layout, layer_bytes(layout)).bytes_in("device", layout.schedule.stages)
     assert all(size >= 0 for size in sizes["layer"])
+
+
+def test_targets_that_no_layer_has_are_refused_of_classes_of_your_own_too(tmp_path: Path) -> None:
+    """Their layers are known once the model is built."""
+    experts = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "parallel.pp": 1, "schedule.name": "1f1b"}
+    saved(experts, tmp_path, 1)
+    flags = {**experts, "model.experts_class": "pipeloom.parallel.expert:Experts", "model.weights": str(tmp_path)}
+    with pytest.raises(ConfigError, match="no linear layer is called 'qproj'; did you mean 'q_proj'"):
+        build({**flags, "lora.r": 4, "lora.target_modules": ["v_proj", "qproj"]})
+    build({**flags, "lora.r": 4, "lora.target_modules": ["v_proj"]})

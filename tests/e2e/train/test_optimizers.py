@@ -16,6 +16,8 @@ from pipeloom import checkpoint
 from pipeloom.config import load
 from pipeloom.config.sections import ModelSection, OptimizerSection
 from pipeloom.errors import CheckpointError, ConfigError
+from pipeloom.runtime import LocalPipeline
+from pipeloom.schedule.families import build as build_schedule
 from pipeloom.train.muon import direction_of, fused_in, orthogonalized, scale_of
 from pipeloom.train.optimizer import Optimizer, role_of
 from processes import run_ranks
@@ -220,15 +222,61 @@ def test_every_layout_makes_one_processs_steps(tmp_path: Path) -> None:
                 torch.testing.assert_close(found[key], value, rtol=1e-7, atol=1e-10, msg=f"{name}, {other}: {key}")
 
 
-def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    muon = Run(layout_of("one", optimizer__name="muon"))
-    muon.steps(1)
-    checkpoint.save(tmp_path, 1, muon.pipeline, muon.optimizer)
-    adamw = Run(layout_of("one"))
-    with pytest.raises(
-        CheckpointError, match=r"expected step, exp_avg and exp_avg_sq, or none of them; found momentum_buffer"
-    ):
-        checkpoint.load(tmp_path, adamw.pipeline, adamw.optimizer)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "words"),
+    [
+        (
+            {"optimizer__name": "muon"},
+            {},
+            "expected step, exp_avg and exp_avg_sq, or none of them; found momentum_buffer",
+        ),
+        (
+            {},
+            {"optimizer__name": "sgd", "optimizer__momentum": 0.0, "optimizer__nesterov": False},
+            "expected no state, or none of them; found exp_avg, exp_avg_sq, step",
+        ),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(
+    tmp_path: Path, saved: dict[str, Any], loaded: dict[str, Any], words: str
+) -> None:
+    first = Run(layout_of("one", **saved))
+    first.steps(1)
+    checkpoint.save(tmp_path, 1, first.pipeline, first.optimizer)
+    other = Run(layout_of("one", **loaded))
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(tmp_path, other.pipeline, other.optimizer)
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.inner(x)
+
+
+def test_the_state_of_a_parameter_without_dimensions_is_loaded(tmp_path: Path) -> None:
+    def built() -> tuple[LocalPipeline, Optimizer]:
+        torch.manual_seed(1)
+        schedule = build_schedule("1f1b", 2, 2)
+        pipeline = LocalPipeline([Scaled, Scaled], schedule, loss=nn.functional.mse_loss)
+        return pipeline, Optimizer(list(pipeline.named_parameters()), options())
+
+    def step(pipeline: LocalPipeline, optimizer: Optimizer) -> float:
+        loss: float = pipeline.step(*torch.ones(2, 4, 3, dtype=torch.float64)).item()
+        optimizer.step(None, RATE)
+        return loss
+
+    one, resumed = built(), built()
+    step(*one)
+    checkpoint.save(tmp_path, 1, *one)
+    checkpoint.load(tmp_path, *resumed)
+    assert [step(*one) for _ in range(3)] == [step(*resumed) for _ in range(3)]
 
 
 def test_a_state_is_no_larger_than_its_moments() -> None:

@@ -296,17 +296,24 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
             name, _, kind = rest.rpartition(".")
             kinds.setdefault(name, set()).add(kind)
     ours = optimizer if isinstance(optimizer, Optimizer) else None
+    states = stepped_states(pipeline, optimizer)
+    present = [kinds.get(state.held.name, set()) - {"master"} for state in states]
+    if ours is not None:
+        present = [
+            _complete(stored, state.held, found, ours.moments(state.stepped.name))
+            for state, found in zip(states, present, strict=True)
+        ]
+        ours.masters.wait()
     for inner in optimizer.optimizers if isinstance(optimizer, Optimizer) else [optimizer]:
         inner.state.clear()
-    for state in stepped_states(pipeline, optimizer):
+    for state, found in zip(states, present, strict=True):
         name, tensor = state.held.name, state.stepped.tensor
-        present = kinds.get(name, set()) - {"master"}
-        if ours is not None:
-            present = _complete(stored, state.held, present, ours.moments(state.stepped.name))
-        for kind in sorted(present):
+        for kind in sorted(found):
             value = _loaded(stored, state, f"optimizer.{name}.{kind}")
-            if ours is not None:  # torch's fused AdamW counts steps in fp32 on the device
-                value = value.to(tensor.device, tensor.dtype if value.ndim else torch.float32)
+            if ours is not None and kind == "step":  # torch's fused AdamW counts steps in fp32 on the device
+                value = value.to(tensor.device, torch.float32)
+            elif ours is not None:
+                value = value.to(tensor.device, tensor.dtype).view(tensor.shape)
             state.optimizer.state[tensor][kind] = value
         if tensor.dtype != state.held.tensor.dtype:
             key = f"optimizer.{name}.master"
@@ -322,7 +329,7 @@ def _complete(stored: Reader, held: Holder, present: set[str], moments: tuple[st
     """
     kinds = ("step", *moments) if "exp_avg" in moments else moments
     if present and not {*kinds} <= present <= {"step", *kinds}:
-        expected = " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:])))
+        expected = " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or "no state"
         raise CheckpointError(
             f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {', '.join(sorted(present))}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,8 @@ def begin_weights(config: Config, pipeline: Pipeline, resumed: bool = False) -> 
     if config.model.weights and (config.lora.r or not resumed):
         weights = expanded(config.model.weights).absolute()
         (read_directory if is_directory(str(weights)) else _read_checkpoint)(weights, pipeline)
-    require_targets(config)
+    if config.lora.r and not config.lora.adapter:  # whose own layers are compared when it is read
+        _require_adapters(config, pipeline)
     if config.lora.adapter and not resumed:
         read_adapter(expanded(config.lora.adapter), pipeline)
 
@@ -162,13 +163,12 @@ def require_checkpoints(config: Config) -> None:
 
 
 def require_targets(config: Config) -> None:
-    """Raise ConfigError for an entry of `lora.target_modules` that fits no linear layer of the model, built without its values.
+    """Raise ConfigError for adapters of layers that the model, which is built without its values, does not have.
 
-    Layers that a class of your own has are not known.
+    Those of a class of your own are known once the model is built.
     """
-    options, targets = lora_options(config.lora), config.lora.target_modules
-    own_classes = any(getattr(config.model, key) for key in CLASS_KEYS)
-    if options is None or config.lora.adapter or targets == ALL_LINEAR or own_classes:
+    targets, own_classes = config.lora.target_modules, any(getattr(config.model, key) for key in CLASS_KEYS)
+    if not config.lora.r or config.lora.adapter or targets == ALL_LINEAR or own_classes:
         return
     if config.model.source:
         parts = {"": foreign(config.model.source, PARAMETER_DTYPES[config.train.dtype]).cut.model}
@@ -176,10 +176,28 @@ def require_targets(config: Config) -> None:
         parts = {each.name: each.build() for each in layers(config.model.shape(), 0, device="meta")}
     modules = [(layer, *each) for layer, part in parts.items() for each in part.named_modules()]
     linear = {hub_name(f"{layer}.{path}".strip(".")) for layer, path, module in modules if is_linear(module)}
+    _refuse_targets(config, linear, linear)
+
+
+def _require_adapters(config: Config, pipeline: Pipeline) -> None:
+    """As `require_targets`, of a model that is built; on every rank."""
+    names = [(hub_name(name), p) for name, p in pipeline.named_parameters()]
+    adapted = [name.rpartition(".lora_")[0] for name, _ in names if is_adapter(name)]
+    weights = {name.split(".")[-2] for name, p in names if p.ndim == 2 and name.endswith(".weight")}
+    everyone = from_every_rank(pipeline, [adapted, sorted(weights)], "the other ranks to count their adapters")
+    adapted_anywhere, known = ({each for facts in everyone for each in facts[at]} for at in (0, 1))
+    _refuse_targets(config, adapted_anywhere, known)
+
+
+def _refuse_targets(config: Config, names: Collection[str], known: Collection[str]) -> None:
+    """Raise ConfigError for an entry of `lora.target_modules` that none of the linear layers `names` fits."""
+    options = lora_options(config.lora)
+    assert options is not None
+    targets = options.target_modules
     for target in [targets] if isinstance(targets, str) else targets:
         rule = replace(options, target_modules=target if isinstance(targets, str) else (target,))
-        if not any(map(rule.chooses, linear)):
-            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in linear})
+        if not any(map(rule.chooses, names)):
+            nearest = did_you_mean(target, {name.rpartition(".")[2] for name in known})
             raise ConfigError(f"lora.target_modules: no linear layer is called {target!r:.200}{nearest}")
 
 
