@@ -200,13 +200,17 @@ def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: S
         if node in cuts and any(each.op not in ("placeholder", "get_attr") for each in segments[-1]):
             segments.append([])
         segments[-1].append(node)
-    _sink_attributes(segments)
     part_of = {node: at for at, segment in enumerate(segments) for node in segment}
     ShapeProp(fx.GraphModule(model, graph)).propagate(*inputs)  # notes the type of each node's value
-    used_in = {node: sorted({part_of[user] for user in node.users} - {part_of[node]}) for node in part_of}
+    # Each part has its own node for a parameter or buffer of the model itself, so none is handed over.
+    used_in = {
+        node: sorted({part_of[user] for user in node.users} - {at})
+        for node, at in part_of.items()
+        if node.op != "get_attr"
+    }
     handed: list[list[fx.Node]] = [[] for _ in segments]  # positional outputs to the next part
     for node, at in part_of.items():
-        if not used_in[node]:
+        if not used_in.get(node):
             continue
         kind = node.meta["type"]
         if not issubclass(kind, (Tensor, type(None))):
@@ -219,28 +223,10 @@ def _parts(model: nn.Module, graph: fx.Graph, cuts: Sequence[fx.Node], inputs: S
     parts = []
     for at, segment in enumerate(segments):
         arrive = placeholders if not at else handed[at - 1]
-        reads = [node for node, there in part_of.items() if at in used_in[node] and node not in arrive]
-        writes = [node for node in segment if used_in[node] and node not in handed[at]]
+        reads = [node for node in part_of if at in used_in.get(node, ()) and node not in arrive]
+        writes = [node for node in segment if used_in.get(node) and node not in handed[at]]
         parts.append(_part(model, f"part{at}", segment, arrive, reads, writes, handed[at], at + 1 == len(segments)))
     return parts
-
-
-def _sink_attributes(segments: list[list[fx.Node]]) -> None:
-    """Give each part that uses a parameter or buffer of the model itself its own node for it."""
-    for at, segment in enumerate(segments):
-        for node in [node for node in segment if node.op == "get_attr"]:
-            for other, later in enumerate(segments):
-                users = [user for user in node.users if user in later]
-                if other == at or not users:
-                    continue
-                with node.graph.inserting_before(users[0]):
-                    twin = node.graph.node_copy(node)
-                for user in users:
-                    user.replace_input_with(node, twin)
-                later.insert(0, twin)
-            if not node.users:
-                segment.remove(node)
-                node.graph.erase_node(node)
 
 
 def _part(
@@ -256,6 +242,12 @@ def _part(
     """Return a part as a module, from its positional and named inputs to its positional and named outputs."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies:  # of the model itself
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
     by_name = {node: f"{node.name}_" if node.name == "output" else node.name for node in [*reads, *writes]}
     if not arrive:
         graph.placeholder("nothing")
@@ -264,16 +256,16 @@ def _part(
     for node in reads:
         copies[node] = graph.placeholder(by_name[node])
     for node in segment:
-        if node.op not in ("placeholder", "output"):
-            copies[node] = graph.node_copy(node, lambda other: copies[other])
+        if node.op not in ("placeholder", "get_attr", "output"):
+            copies[node] = graph.node_copy(node, copied)
     if last:
-        graph.output(fx.map_arg(next(n for n in segment if n.op == "output").args[0], lambda other: copies[other]))
+        graph.output(fx.map_arg(next(n for n in segment if n.op == "output").args[0], copied))
     else:
         by_position = tuple(copies[node] for node in handed)
         written = {by_name[node]: copies[node] for node in writes}
         graph.output((*(by_position or (None,)), written) if written else by_position or None)
     module = fx.GraphModule(model, graph, class_name=name.capitalize())
-    modules = [str(node.target) for node in segment if node.op in ("call_module", "get_attr")]
+    modules = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
     return _CutPart(name, module, modules, [by_name[node] for node in reads], [by_name[node] for node in writes])
 
 

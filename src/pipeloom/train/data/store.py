@@ -247,9 +247,8 @@ def token_files(source: Source, vocabulary: int, kind: str, eos: int | None) -> 
     """
     arrays = [_mapped(file, vocabulary, kind, source) for file in source.files]
     for file, array in zip(source.files, arrays, strict=True):
-        pieces = [array[at : at + 2**22] for at in range(0, len(array), 2**22)]
-        largest = max((int(piece.max()) for piece in pieces), default=0)
-        smallest = min((int(piece.min()) for piece in pieces), default=0) if array.dtype.kind == "i" else 0
+        largest = int(array.max(initial=0))
+        smallest = int(array.min(initial=0)) if array.dtype.kind == "i" else 0
         if smallest < 0 or largest >= vocabulary:
             wrong = smallest if smallest < 0 else largest
             raise ConfigError(

@@ -177,6 +177,12 @@ def test_a_state_that_was_never_made_loads_and_a_partial_one_does_not(tmp_path: 
     other = Run(layout_of("one"))
     with pytest.raises(CheckpointError, match=rf"{name}.*expected step, exp_avg and exp_avg_sq.*found exp_avg, step"):
         checkpoint.load(broken, other.pipeline, other.optimizer)
+    run = trained()
+    state = run.optimizer.optimizers[0].state[run.optimizer.masters.all[0].tensor]
+    state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()  # of another variant of the optimizer
+    foreign = checkpoint.save(tmp_path, 2, run.pipeline, run.optimizer)
+    with pytest.raises(CheckpointError, match="or none of them; found exp_avg, exp_avg_sq, max_exp_avg_sq, step"):
+        checkpoint.load(foreign, other.pipeline, other.optimizer)
 
 
 def test_parameters_that_have_made_different_numbers_of_steps(tmp_path: Path) -> None:
