@@ -120,7 +120,7 @@ def warmup_then_alternate(
     forwards: list[Item], backwards: list[Item], warmup: int, pair: Callable[[Item, Item], Item] | None = None
 ) -> Iterator[Item]:
     """`warmup` forwards, then one forward and one backward in turn, or in a pair, then the backwards that are left."""
-    yield from forwards[:warmup]
-    steady = zip(forwards[warmup:], backwards, strict=False)
-    yield from chain.from_iterable(steady) if pair is None else starmap(pair, steady)
-    yield from backwards[len(forwards[warmup:]) :]
+    later = forwards[warmup:]
+    steady = zip(later, backwards, strict=False)
+    in_turn = chain.from_iterable(steady) if pair is None else starmap(pair, steady)
+    return chain(forwards[:warmup], in_turn, backwards[len(later) :])
