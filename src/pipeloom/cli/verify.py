@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,34 +22,11 @@ from pipeloom.shapes.hub import content_of, is_verified
 
 if TYPE_CHECKING:
     from pipeloom.config import Layout
+    from pipeloom.config.matrix import Matrix
 
 TOLERANCE = 1e-5
 _RECORD = "verified.json"  # in log.dir: digests of layers of others with which a layout has passed
 _NAME_WIDTH = 44
-
-
-@dataclass(frozen=True)
-class Request:
-    """The request on the command line.
-
-    Attributes:
-        names: a label for each layout.
-        layouts: the layouts to verify.
-        skipped: reasons why combinations of a matrix were left out.
-        tolerance: the largest error that passes.
-        as_json: print one JSON object instead of a table.
-    """
-
-    names: tuple[str, ...]
-    layouts: tuple[Layout, ...]
-    skipped: tuple[str, ...]
-    tolerance: float
-    as_json: bool
-
-    @property
-    def largest(self) -> Layout:
-        """The layout with the most workers."""
-        return max(self.layouts, key=lambda layout: layout.world_size)
 
 
 @with_options()
@@ -70,59 +46,58 @@ def command(
     skip_invalid = true, invalid combinations are skipped and counted.
     """
     require_torch("verify")
-    raise typer.Exit(_verify(read_request(context.args, matrix, tolerance, as_json), words_of(context)))
+    raise typer.Exit(_verify(layouts_of(context.args, matrix), tolerance, as_json, words_of(context)))
 
 
-def _verify(request: Request, words: Sequence[str]) -> int:
+def _verify(rows: Matrix, tolerance: float, as_json: bool, words: Sequence[str]) -> int:
     """Return 0, 1 if an error exceeds the tolerance, or the exit code of failed workers. Raises PipeloomError."""
     from pipeloom.train.workers.preflight import require_cuda, require_room
     from pipeloom.train.workers.worker import is_worker, world_size_given
 
-    given = world_size_given()
-    if given is not None and given < request.largest.world_size:
-        raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {request.largest.world_size} workers")
+    given, largest = world_size_given(), max(rows.layouts, key=lambda layout: layout.world_size)
+    if given is not None and given < largest.world_size:
+        raise UsageError(f"WORLD_SIZE is {given}, but the largest layout needs {largest.world_size} workers")
     if not is_worker():
-        require_room(request.largest.world_size)
-        for layout in request.layouts:
-            require_cuda(layout.config.train, request.largest.world_size)
-        for file in sorted({layout.code for layout in request.layouts if layout.code is not None}):
+        require_room(largest.world_size)
+        for layout in rows.layouts:
+            require_cuda(layout.config.train, largest.world_size)
+        for file in sorted({layout.code for layout in rows.layouts if layout.code is not None}):
             print(f"a schedule is code from {file}", file=sys.stderr)
 
     def verify(context: Any) -> str:
-        return json.dumps(_verdicts(request, context))
+        return json.dumps(_verdicts(rows, context, tolerance, as_json))
 
-    code, report = result_of_workers("verify", words, request.largest, verify)
+    code, report = result_of_workers("verify", words, largest, verify)
     if code or not report:
-        return _failed(code, request.as_json)
+        return _failed(code, as_json)
     verdicts = json.loads(report)
-    record_verified(request, verdicts)
-    return summarise(request, verdicts)
+    record_verified(rows.layouts, verdicts)
+    return summarise(rows, verdicts, tolerance, as_json)
 
 
-def read_request(arguments: Sequence[str], matrix: Path | None, tolerance: float, as_json: bool) -> Request:
-    """Return the request of a command line without `verify`'s own options. Raises a PipeloomError that lists all problems."""
+def layouts_of(arguments: Sequence[str], matrix: Path | None) -> Matrix:
+    """Return the layouts of a command line without `verify`'s own options. Raises a PipeloomError that lists all problems."""
     from pipeloom.config import load_layout, split_arguments
-    from pipeloom.config.matrix import label, load_matrix
+    from pipeloom.config.matrix import Matrix, label, load_matrix
 
     path, overrides = split_arguments(arguments)
     if matrix is None:
         layout = load_layout(path, overrides)
-        return Request((label(layout),), (layout,), (), tolerance, as_json)
-    rows = load_matrix(matrix, path, overrides)
-    return Request(rows.names, rows.layouts, rows.skipped, tolerance, as_json)
+        return Matrix((layout,), (label(layout),), ())
+    return load_matrix(matrix, path, overrides)
 
 
-def _verdicts(request: Request, worker: Any) -> list[dict[str, Any]]:
+def _verdicts(rows: Matrix, worker: Any, tolerance: float, as_json: bool) -> list[dict[str, Any]]:
     """Verify every layout in turn on one worker; rank 0 prints a row for each, and alone has the verdicts."""
     from pipeloom.train.report.verify import run
 
     verdicts: list[dict[str, Any]] = []
-    width = min(_NAME_WIDTH, max(map(len, request.names)))
-    results = run(request.layouts, worker, request.tolerance)
-    for name, result in zip(request.names, results, strict=True):
+    width = min(_NAME_WIDTH, max(map(len, rows.names)))
+    results = run(rows.layouts, worker, tolerance)
+    for name, result in zip(rows.names, results, strict=True):
         if result is not None:  # only rank 0 has it
-            verdicts.append(verdict(name, result, request.tolerance))
-            if not request.as_json:
+            verdicts.append(verdict(name, result, tolerance))
+            if not as_json:
                 print(folded(row(verdicts[-1], width)), flush=True)
     return verdicts
 
@@ -149,28 +124,22 @@ def row(verdict: dict[str, Any], width: int) -> str:
     return f"{state}  {verdict['layout']:<{width}}  loss {verdict['loss_error']:.1e}  worst gradient {worst}"
 
 
-def summarise(request: Request, verdicts: list[dict[str, Any]]) -> int:
+def summarise(rows: Matrix, verdicts: list[dict[str, Any]], tolerance: float, as_json: bool) -> int:
     """Print the failing parameters and the number that passed, or everything as JSON; return 0 if all passed, otherwise 1."""
     failed = [verdict for verdict in verdicts if not verdict["passed"]]
-    if request.as_json:
-        report = {
-            "passed": not failed,
-            "tolerance": request.tolerance,
-            "layouts": verdicts,
-            "skipped": list(request.skipped),
-        }
-        _print_json(report)
+    if as_json:
+        _print_json({"passed": not failed, "tolerance": tolerance, "layouts": verdicts, "skipped": list(rows.skipped)})
         return int(bool(failed))
     for verdict in failed:
         print(f"\n{verdict['layout']}: loss differs by {verdict['loss_error']:.1e}, and these gradients:")
         for name, error in sorted(verdict["failing"].items(), key=lambda item: -item[1]):
             print(f"  {error:.1e}  {name}")
-    if request.skipped:
-        print(folded(f"skipped as invalid: {len(request.skipped)}, such as {request.skipped[0]}"))
+    if rows.skipped:
+        print(folded(f"skipped as invalid: {len(rows.skipped)}, such as {rows.skipped[0]}"))
     passed = len(verdicts) - len(failed)
-    dtypes = sorted({"fp64" if layout.config.train.dtype == "float64" else "fp32" for layout in request.layouts})
+    dtypes = sorted({"fp64" if layout.config.train.dtype == "float64" else "fp32" for layout in rows.layouts})
     print(
-        f"{passed} of {len(verdicts)} layouts pass at {request.tolerance:g} "
+        f"{passed} of {len(verdicts)} layouts pass at {tolerance:g} "
         f"({' and '.join(dtypes)}, max |a-b| / max |b| per parameter)"
     )
     return int(bool(failed))
@@ -185,9 +154,9 @@ def unverified(layout: Layout) -> list[str]:
     return [name for name, digest in _digests_of_others(layout).items() if digest not in passed]
 
 
-def record_verified(request: Request, verdicts: Sequence[dict[str, Any]]) -> None:
+def record_verified(layouts: Sequence[Layout], verdicts: Sequence[dict[str, Any]]) -> None:
     """Record in `log.dir` the layers of others with which layouts have passed. A folder that cannot be written stays as it is."""
-    for layout, verdict in zip(request.layouts, verdicts, strict=False):
+    for layout, verdict in zip(layouts, verdicts, strict=False):
         digests = _digests_of_others(layout).values()
         if not verdict["passed"] or not digests:
             continue

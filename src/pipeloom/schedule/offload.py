@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pipeloom.errors import ScheduleError, UsageError
 from pipeloom.schedule.actions import KEPT, SAVED, Cell, kind_of
 from pipeloom.schedule.check import check
-from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, durations
+from pipeloom.schedule.costs import TIME_TOLERANCE, Costs, StageCosts
 from pipeloom.schedule.model import Schedule, actions_of, of_schedule, parts
 from pipeloom.schedule.simulate import simulate
 from pipeloom.schedule.timeline import Timeline
@@ -119,16 +119,13 @@ def offload_share(schedule: Schedule, share: str | None = None, costs: Costs | N
     return offload(schedule, costs, int(first), int(count))
 
 
-def _copy_times(schedule: Schedule, costs: Costs, letter: str = "L") -> Mapping[tuple[int, int], float]:
+def _copy_times(schedule: Schedule, costs: Costs, letter: str) -> Mapping[tuple[int, int], float]:
     """(stage, unit) -> the time of a whole copy back."""
-    probe = schedule.with_programs(
-        [[f"0{letter}{schedule.unit_names[0]}"], *([] for _ in range(schedule.ranks - 1))]
-    )  # has the tables of all kinds
-    times, start = durations(probe, costs), probe.codes[0][0]
+    times = StageCosts(costs, schedule.stages).time_of(str(kind_of(letter).time))
     return {
-        (stage, unit): times[start + stage * schedule.units + unit]
-        for stage in range(schedule.stages)
-        for unit in range(schedule.units)
+        (stage, unit): time * factor
+        for stage, time in enumerate(times)
+        for unit, factor in enumerate(costs.size_factors(schedule))
     }
 
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import sqrt
 
 from pipeloom.errors import ScheduleError, UsageError
-from pipeloom.limits import require_whole
+from pipeloom.limits import require_schedule, require_whole
 from pipeloom.schedule.actions import COPY_OUT, INPUT_GRADIENT
 from pipeloom.schedule.check import check
 from pipeloom.schedule.costs import TIME_TOLERANCE, Costs
@@ -123,16 +123,8 @@ def cut_sequences(schedule: Schedule, slices: int) -> Schedule:
     require_whole("slices", slices)
     if schedule.slices > 1:
         raise UsageError(f"schedule {schedule.name} is cut into {schedule.slices} slices already")
-    cut = Schedule.of(
-        [()] * schedule.ranks,
-        placement=schedule.placement,
-        microbatches=schedule.microbatches,
-        slices=slices,
-        name=schedule.name,
-        options=dict(schedule.options),
-        routes=schedule.routes,
-        route_of=schedule.route_of,
-    ).with_tensors(schedule.tensors)
+    require_schedule(schedule.ranks, schedule.microbatches * slices, schedule.stages)
+    cut = replace(schedule, slices=slices, codes=((),) * schedule.ranks)
 
     def cells(code: int) -> Iterator[int]:
         forward, other = divmod(code, schedule._pair_stride)

@@ -228,8 +228,8 @@ class Timeline:
         )
 
     def value(self, objective: str) -> float:
-        """The makespan, or the largest span where the objective is "span"."""
-        return self.makespan if objective == "makespan" else max(self.spans)
+        """The makespan, or the largest span where the objective is "span", to nine decimals."""
+        return plain(self.makespan if objective == "makespan" else max(self.spans))
 
     @cached_property
     def bubble_ratio(self) -> float:

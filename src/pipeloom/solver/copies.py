@@ -24,7 +24,7 @@ from pipeloom.schedule.offload import copies_beside
 from pipeloom.schedule.timeline import Timeline
 from pipeloom.solver.construct import LARGEST_WALKED, plain_orders, sequences_of
 from pipeloom.solver.evaluate import evaluate
-from pipeloom.solver.incumbent import Budget, Incumbent, value_of
+from pipeloom.solver.incumbent import Budget, Incumbent
 from pipeloom.solver.instance import Instance, Sequences
 
 # In how many parts what a forward saves is copied: more parts free memory earlier, and take longer to simulate.
@@ -93,7 +93,7 @@ def search_with_copies(
 def _offer_beside(timeline: Timeline, instance: Instance, incumbent: Incumbent) -> None:
     """Offer a schedule with copies beside its own times, as the transform `offload` has them; they make no schedule shorter."""
     for count in COPIED_PARTS:
-        if not incumbent.improves(value_of(timeline, instance.objective)):
+        if not incumbent.improves(timeline.value(instance.objective)):
             return
         candidate = fitted(instance, timeline, count, incumbent, math.inf)
         if candidate is not None:
@@ -135,7 +135,7 @@ def fitted(
         except ScheduleError:
             return None  # fewer slots deadlock, too
         result = instance.simulated(candidate)
-        if not incumbent.improves(value_of(result, instance.objective)):
+        if not incumbent.improves(result.value(instance.objective)):
             return None
         if max(result.peak_memory) <= limit:
             return candidate

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeloom.errors import ScheduleError
-from pipeloom.schedule import Schedule, Timeline
+from pipeloom.schedule import Schedule
 from pipeloom.schedule.costs import TIME_TOLERANCE, Sends
-from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.exact import RELATIVE_ROUNDING
 from pipeloom.solver.instance import Instance, Sequences
 
@@ -63,11 +62,6 @@ class Budget:
     @property
     def over(self) -> bool:
         return self.used >= self.allowed or not self.in_time
-
-
-def value_of(timeline: Timeline, objective: Objective) -> float:
-    """Return the makespan or the largest span of a timeline, as `objective` says, rounded to nine decimals."""
-    return round(timeline.value(objective), 9)
 
 
 @dataclass(frozen=True)
@@ -145,12 +139,12 @@ class Incumbent:
         """Simulate a schedule, and offer it if it fits the memory."""
         timeline = instance.simulated(schedule)
         if max(timeline.peak_memory) <= instance.memory_limit + TIME_TOLERANCE:
-            self.offer(value_of(timeline, instance.objective), origin, instance, schedule)
+            self.offer(timeline.value(instance.objective), origin, instance, schedule)
 
     def _held(self, instance: Instance, schedule: Schedule) -> float:
         """Return the value of a schedule whose senders wait; infinite where it deadlocks."""
         try:
-            return value_of(instance.simulated(schedule, self._sends), instance.objective)
+            return instance.simulated(schedule, self._sends).value(instance.objective)
         except ScheduleError:
             return math.inf
 

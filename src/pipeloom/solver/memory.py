@@ -16,7 +16,6 @@ from pipeloom.schedule.actions import SAVED
 from pipeloom.schedule.costs import TIME_TOLERANCE
 from pipeloom.solver.copies import search_with_copies
 from pipeloom.solver.driver import SearchDriver
-from pipeloom.solver.incumbent import value_of
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.programs import LARGEST_ANNEALED, search_programs
 from pipeloom.solver.recompute import search_with_recomputation
@@ -51,7 +50,7 @@ def offer_start(driver: SearchDriver, start: Schedule, costs: Costs, limits: Seq
         )
     timeline = simulate(start, costs, overlap_p2p=instance.overlap_p2p)
     if all(peak <= limit + TIME_TOLERANCE for peak, limit in zip(timeline.peak_memory, limits, strict=True)):
-        driver.incumbent.offer(value_of(timeline, driver.objective), start.name, instance, start)
+        driver.incumbent.offer(timeline.value(driver.objective), start.name, instance, start)
 
 
 def search_within_memory(

@@ -26,7 +26,7 @@ from pipeloom.schedule.timeline import Objective
 from pipeloom.solver.bounds import pairs_gain
 from pipeloom.solver.driver import SearchDriver
 from pipeloom.solver.exact import require_solver
-from pipeloom.solver.incumbent import Budget, Progress, value_of
+from pipeloom.solver.incumbent import Budget, Progress
 from pipeloom.solver.instance import Instance
 from pipeloom.solver.memory import offer_start, per_rank_limits, search_within_memory
 from pipeloom.solver.recompute import bound_with_recomputation
@@ -65,7 +65,7 @@ class SearchResult:
     @property
     def value(self) -> float:
         """The makespan or the largest span, depending on the objective."""
-        return value_of(self.timeline, self.objective)
+        return self.timeline.value(self.objective)
 
     @property
     def gap(self) -> float:

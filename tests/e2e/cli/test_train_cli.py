@@ -14,6 +14,7 @@ import pytest
 
 from paths import DATA
 from pipeloom.cli import app, train, verify, workers
+from pipeloom.config.matrix import Matrix
 from pipeloom.config.sections import SECTIONS
 from pipeloom.errors import ConfigError, UsageError
 
@@ -140,8 +141,8 @@ class Result:
     passed: bool
 
 
-def request(*arguments: str, matrix: Path | None = None, as_json: bool = False) -> verify.Request:
-    return verify.read_request(arguments, matrix, 1e-5, as_json)
+def request(*arguments: str, matrix: Path | None = None) -> Matrix:
+    return verify.layouts_of(arguments, matrix)
 
 
 def test_verify_reads_the_flags_of_train_over_every_layout_of_a_matrix() -> None:
@@ -160,15 +161,15 @@ def test_verdicts_tell_passed_from_failed(capsys: pytest.CaptureFixture[str]) ->
     assert set(bad["failing"]) == {"a", "b"}
     assert verify.row(good, 6).startswith("PASS  good    loss 1.0e-08  worst gradient 3.0e-07 b")
     assert verify.row(bad, 6).startswith("FAIL")
-    assert verify.summarise(asked, [good]) == 0
+    assert verify.summarise(asked, [good], 1e-5, as_json=False) == 0
     assert "1 of 1 layouts pass at 1e-05 (fp32, max" in capsys.readouterr().out
-    assert verify.summarise(request("tiny", "--train.dtype", "float64"), [good]) == 0
+    assert verify.summarise(request("tiny", "--train.dtype", "float64"), [good], 1e-5, as_json=False) == 0
     assert "1 of 1 layouts pass at 1e-05 (fp64, max" in capsys.readouterr().out
-    assert verify.summarise(replace(asked, layouts=asked.layouts * 2), [good, bad]) == 1
+    assert verify.summarise(replace(asked, layouts=asked.layouts * 2), [good, bad], 1e-5, as_json=False) == 1
     out = capsys.readouterr().out
     assert "2.5e-01  a" in out
     assert "1 of 2 layouts pass" in out
-    assert verify.summarise(request("tiny", as_json=True), [bad]) == 1
+    assert verify.summarise(request("tiny"), [bad], 1e-5, as_json=True) == 1
     text = capsys.readouterr().out
     assert "NaN" not in text
     report = json.loads(text)

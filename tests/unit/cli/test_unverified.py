@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeloom.cli.train import announce
-from pipeloom.cli.verify import Request, record_verified, unverified
+from pipeloom.cli.verify import record_verified, unverified
 from pipeloom.config import Layout, load_layout
 from pipeloom.parallel.expert import Experts
 
@@ -34,7 +34,7 @@ def layout_in(folder: Path) -> Layout:
 
 
 def verified(layout: Layout, passed: bool) -> None:
-    record_verified(Request(("it",), (layout,), (), 1e-5, False), [{"passed": passed}])
+    record_verified((layout,), [{"passed": passed}])
 
 
 def test_code_is_unverified_until_a_layout_with_it_passes(folder: Path) -> None:

@@ -236,3 +236,19 @@ def test_one_clear_error(word: str, problem: str) -> None:
 
 def test_each_name_is_described() -> None:
     assert all(transform.words for transform in TRANSFORMS.values())
+
+
+def test_pairs_leave_the_weights_of_a_last_stage() -> None:
+    deferred = defer_last_stage_weights(pl.schedules.dualpipev(2, 4))
+    check(deferred)
+    assert all(letters == {"I", "W"} for letters in kinds(deferred, 3).values())
+
+
+@pytest.mark.parametrize("word", ["split-cooldown", "offload", "defer-last-stage-weights=2"])
+def test_a_name_gives_the_costs_to_its_transform(word: str) -> None:
+    costs = Costs(1, 1, 3, 0.5, host_bandwidth=0.5)
+    schedule = pl.schedules.one_f_one_b(4, 8)
+    name, _, number = word.partition("=")
+    apply = TRANSFORMS[name].function
+    assert transformed(schedule, [word], costs) == apply(schedule, *map(int, filter(None, [number])), costs=costs)
+    assert word != "offload" or transformed(schedule, [word]) != transformed(schedule, [word], costs)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pipeloom.errors import UsageError
 from pipeloom.schedule.costs import Costs
-from pipeloom.schedule.families.construct.layout import encoded, family, require_sizes
+from pipeloom.schedule.families.construct.layout import encoded, family, require_even, require_sizes
 from pipeloom.schedule.families.construct.list_scheduling import PriorityRule, SchedulingProblem, programs_of
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.simulate import simulate
@@ -27,9 +26,7 @@ def chimera(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedu
         UsageError: odd p, with the nearest even ones.
     """
     require_sizes(ranks=ranks, microbatches=microbatches)
-    if ranks % 2:
-        nearest = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
-        raise UsageError(f"chimera needs an even number of ranks, not {ranks}; nearest: {nearest}")
+    require_even("chimera", ranks)
     stages = 2 * ranks
     routes = (tuple(range(ranks)), tuple(range(ranks, stages)))
     placement = (*range(ranks), *reversed(range(ranks)))

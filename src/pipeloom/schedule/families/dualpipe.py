@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pipeloom.errors import UsageError
-from pipeloom.schedule.families.construct.layout import Coder, family, require_sizes
+from pipeloom.schedule.families.construct.layout import Coder, family, require_even, require_sizes
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import vee
 
@@ -22,9 +22,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         UsageError: p or m is not valid, with the nearest valid one.
     """
     require_sizes(ranks=ranks, microbatches=microbatches)
-    if ranks % 2:
-        nearest = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
-        raise UsageError(f"dualpipe needs an even number of ranks, not {ranks}; nearest: {nearest}")
+    require_even("dualpipe", ranks)
     if microbatches < 2 * ranks or microbatches % 2:
         nearest = f"{2 * ranks}" if microbatches < 2 * ranks else f"{microbatches - 1} or {microbatches + 1}"
         raise UsageError(
@@ -41,7 +39,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         first_half = rank < ranks // 2
         held = (rank, stages - 1 - rank)
         one = EightPhases(code, held if first_half else held[::-1], (down, up) if first_half else (up, down))
-        programs.append(one.run(Phases(outer, inner, half - ranks + inner, apart=outer == 0)))
+        programs.append(one.run(outer, inner, half - ranks + inner, apart=outer == 0))
     return Schedule.of(
         programs,
         placement=[*range(ranks), *reversed(range(ranks))],
@@ -71,31 +69,17 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
     jobs = list(range(microbatches))
     programs = []
     for rank in range(ranks):
-        phases = Phases(ranks - rank - 1, rank + 1, microbatches - 2 * ranks + rank + 1, apart=rank == ranks - 1)
-        programs.append(EightPhases(code, (rank, 2 * ranks - 1 - rank), (jobs, jobs)).run(phases))
+        outer, inner = ranks - rank - 1, rank + 1
+        one = EightPhases(code, (rank, 2 * ranks - 1 - rank), (jobs, jobs))
+        programs.append(one.run(outer, inner, microbatches - 2 * ranks + inner, apart=outer == 0))
     return Schedule.of(programs, placement=vee(ranks), microbatches=microbatches, name="dualpipev")
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Number of times that a rank repeats each phase (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and its published schedule).
-
-    Attributes:
-        outer: phases 1 (twice as often), 3, 5 and 7: F0; I1 W1 F1; B1 F1|B0; W I0.
-        inner: phases 2, 6 and 8: F0 F1; B1 B0; W.
-        main: phase 4: F0|B1 F1|B0.
-        apart: the first F0 and B1 of phase 4 are not paired (on the rank where B1 waits for that very F0).
-    """
-
-    outer: int
-    inner: int
-    main: int
-    apart: bool
 
 
 @dataclass
 class EightPhases:
-    """DualPipe's eight phases on one rank. Stream 0 is the stage that its micro-batches reach first, stream 1 the other.
+    """DualPipe's eight phases on one rank (DeepSeek-V3, section 3.2.1, and its published schedule).
+
+    Stream 0 is the stage that its micro-batches reach first, stream 1 the other.
 
     Attributes:
         code: the encoder of actions as integers.
@@ -111,34 +95,41 @@ class EightPhases:
     backwards: list[int] = field(default_factory=lambda: [0, 0])
     pending: list[int] = field(default_factory=list)
 
-    def run(self, phases: Phases) -> list[int]:
-        """Return the codes of the program."""
-        for _ in range(2 * phases.outer):
+    def run(self, outer: int, inner: int, main: int, apart: bool) -> list[int]:
+        """Return the codes of the program, from how often a rank repeats each phase.
+
+        Args:
+            outer: phases 1 (twice as often), 3, 5 and 7: F0; I1 W1 F1; B1 F1|B0; W I0.
+            inner: phases 2, 6 and 8: F0 F1; B1 B0; W.
+            main: phase 4: F0|B1 F1|B0.
+            apart: the first F0 and B1 of phase 4 are not paired (on the rank where B1 waits for that very F0).
+        """
+        for _ in range(2 * outer):
             self._forward(0)
-        for _ in range(phases.inner):
+        for _ in range(inner):
             self._forward(0)
             self._forward(1)
-        for _ in range(phases.outer):
+        for _ in range(outer):
             self._input_grad(1)
             self._weight_grad()
             self._forward(1)
-        for turn in range(phases.main):
-            if turn == 0 and phases.apart:
+        for turn in range(main):
+            if turn == 0 and apart:
                 self._forward(0)
                 self._backward(1)
             else:
                 self._pair(0)
             self._pair(1)
-        for _ in range(phases.outer):
+        for _ in range(outer):
             self._backward(1)
             self._pair(1)
-        self._last_pairs_of_backwards(phases.inner)
-        for _ in range(phases.outer):
+        self._last_pairs_of_backwards(inner)
+        for _ in range(outer):
             self._weight_grad()
             self._input_grad(0)
         while self.pending:
             self._weight_grad()
-        if phases.inner == 1:
+        if inner == 1:
             self._join_where_none_waits()
         return self.program
 

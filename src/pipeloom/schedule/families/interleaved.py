@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 from pipeloom.errors import UsageError
@@ -12,7 +11,6 @@ from pipeloom.schedule.families.construct.layout import (
     family,
     require_sizes,
     warmup_then_alternate,
-    warmup_then_pairs,
 )
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.placement import loop
@@ -58,14 +56,14 @@ def _by_rounds(
     require_sizes(ranks=ranks, microbatches=microbatches, chunks=chunks)
     size_of_rounds = round_sizes(ranks, microbatches, rounds, group_size)
     code = Coder(ranks * chunks, microbatches)
-    in_turn = partial(warmup_then_pairs, code) if paired else warmup_then_alternate
+    pair = code.pair if paired else None
     order = chunk_order(size_of_rounds, chunks)
     programs = []
     for r in range(ranks):
         forwards = [code.f(c * ranks + r, mb) for mb, c in order]
         backwards = [code.b((chunks - 1 - c) * ranks + r, mb) for mb, c in order]
         warmup = 2 * (ranks - r - 1) + (chunks - 1) * max(size_of_rounds)
-        programs.append(in_turn(forwards, backwards, warmup + paired))
+        programs.append(warmup_then_alternate(forwards, backwards, warmup + paired, pair))
     options: dict[str, object] = {"chunks": chunks}
     options |= {"group_size": group_size} if group_size is not None else {"rounds": rounds}
     return Schedule.of(programs, placement=loop(ranks, chunks), microbatches=microbatches, name=name, options=options)

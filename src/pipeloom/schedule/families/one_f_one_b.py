@@ -11,7 +11,6 @@ from pipeloom.schedule.families.construct.layout import (
     family,
     require_sizes,
     warmup_then_alternate,
-    warmup_then_pairs,
 )
 from pipeloom.schedule.model import Schedule
 from pipeloom.schedule.slices import by_slices
@@ -64,11 +63,11 @@ def paired_one_f_one_b(ranks: int, microbatches: int, warmup: Callable[[int], in
     require_sizes(ranks=ranks, microbatches=microbatches)
     code = Coder(ranks, microbatches)
     programs = [
-        warmup_then_pairs(
-            code,
+        warmup_then_alternate(
             [code.f(r, mb) for mb in range(microbatches)],
             [code.b(r, mb) for mb in range(microbatches)],
             warmup(r),
+            code.pair,
         )
         for r in range(ranks)
     ]

@@ -297,18 +297,18 @@ def load_optimizer(stored: Reader, pipeline: Pipeline, optimizer: AnyOptimizer) 
             kinds.setdefault(name, set()).add(kind)
     ours = optimizer if isinstance(optimizer, Optimizer) else None
     states = stepped_states(pipeline, optimizer)
-    present = [kinds.get(state.held.name, set()) - {"master"} for state in states]
+    saved_kinds = [kinds.get(state.held.name, set()) - {"master"} for state in states]
     if ours is not None:
-        present = [
-            _complete(stored, state.held, found, ours.moments(state.stepped.name))
-            for state, found in zip(states, present, strict=True)
+        saved_kinds = [
+            _complete(stored, state.held, saved, ours.moments(state.stepped.name))
+            for state, saved in zip(states, saved_kinds, strict=True)
         ]
         ours.masters.wait()
     for inner in optimizer.optimizers if isinstance(optimizer, Optimizer) else [optimizer]:
         inner.state.clear()
-    for state, found in zip(states, present, strict=True):
+    for state, saved in zip(states, saved_kinds, strict=True):
         name, tensor = state.held.name, state.stepped.tensor
-        for kind in sorted(found):
+        for kind in sorted(saved):
             value = _loaded(stored, state, f"optimizer.{name}.{kind}")
             if ours is not None and kind == "step":  # torch's fused AdamW counts steps in fp32 on the device
                 value = value.to(tensor.device, torch.float32)

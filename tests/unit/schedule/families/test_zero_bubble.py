@@ -68,6 +68,12 @@ def test_automatic_is_optimal_where_proved() -> None:
     assert simulate(schedules.zb_auto(4, 8, 2)).makespan == 41  # the paper's rule alone: 51
 
 
+def test_automatic_uses_what_an_input_gradient_frees() -> None:
+    costs = Costs(10, 12, 8, 1, held=0.5)
+    timeline = simulate(schedules.zb_auto(8, 16, 9, costs), costs)
+    assert (timeline.makespan, max(timeline.peak_memory)) == (586, 9)  # 606 in 8, where none counts as freed
+
+
 def test_automatic_weighs_activations() -> None:
     costs = Costs(activation=2.0)
     timeline = simulate(schedules.zb_auto(4, 8, 8, costs), costs)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, starmap
 from typing import NamedTuple, TypeVar
 
+from pipeloom.errors import UsageError
 from pipeloom.limits import (
     MOST_CELLS,
     MOST_CHUNKS,
@@ -73,6 +75,13 @@ def require_sizes(most: int = MOST_CELLS, **sizes: int) -> None:
         require_schedule(sizes["ranks"], sizes["microbatches"], stages, most)
 
 
+def require_even(name: str, ranks: int) -> None:
+    """Raise UsageError for an odd number of ranks of the family called `name`, with the nearest even ones."""
+    if ranks % 2:
+        nearest = "2" if ranks == 1 else f"{ranks - 1} or {ranks + 1}"
+        raise UsageError(f"{name} needs an even number of ranks, not {ranks}; nearest: {nearest}")
+
+
 class Coder:
     """Encoder of actions as a Schedule's integers: `Coder.f(stage, mb)` and so on."""
 
@@ -107,21 +116,11 @@ def encoded(programs: Sequence[Sequence[Planned]], stages: int, microbatches: in
     return [[code.of(*action) for action in program] for program in programs]
 
 
-def warmup_then_alternate(forwards: list[Item], backwards: list[Item], warmup: int) -> Iterator[Item]:
-    """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
-    warmup = min(warmup, len(forwards))
-    yield from forwards[:warmup]
-    steady = len(forwards) - warmup
-    for forward, backward in zip(forwards[warmup:], backwards[:steady], strict=True):
-        yield forward
-        yield backward
-    yield from backwards[steady:]
-
-
-def warmup_then_pairs(code: Coder, forwards: list[int], backwards: list[int], warmup: int) -> Iterator[int]:
-    """`warmup` forwards, then pairs of the next forward and the next backward, then the backwards that are left."""
-    warmup = min(warmup, len(forwards))
-    yield from forwards[:warmup]
-    steady = len(forwards) - warmup
-    yield from map(code.pair, forwards[warmup:], backwards[:steady])
-    yield from backwards[steady:]
+def warmup_then_alternate(
+    forwards: list[Item], backwards: list[Item], warmup: int, pair: Callable[[Item, Item], Item] | None = None
+) -> Iterator[Item]:
+    """`warmup` forwards, then one forward and one backward in turn, or in a pair, then the backwards that are left."""
+    later = forwards[warmup:]
+    steady = zip(later, backwards, strict=False)
+    in_turn = chain.from_iterable(steady) if pair is None else starmap(pair, steady)
+    return chain(forwards[:warmup], in_turn, backwards[len(later) :])

@@ -167,17 +167,11 @@ def repeated(schedule: Schedule, steady: SteadyState, microbatches: int) -> Sche
     """Return `schedule`, of one route, for more micro-batches: `steady` is repeated. It must divide the micro-batches to add."""
     before, times = schedule.microbatches, (microbatches - schedule.microbatches) // steady.microbatches
     words = [[code // before for code in program] for program in schedule.codes]
-    codes = [
-        extended(word, (begin, begin + len(word) // before * steady.microbatches), times, microbatches)
+    codes = tuple(
+        tuple(extended(word, (begin, begin + len(word) // before * steady.microbatches), times, microbatches))
         for word, begin in zip(words, steady.begins, strict=True)
-    ]
-    return Schedule.of(
-        codes,
-        placement=schedule.placement,
-        microbatches=microbatches,
-        name=schedule.name,
-        options=dict(schedule.options),
     )
+    return replace(schedule, microbatches=microbatches, route_of=(0,) * microbatches, codes=codes)
 
 
 def extended(word: list[int], window: tuple[int, int], times: int, microbatches: int) -> list[int]:
