@@ -166,6 +166,7 @@ class Pipeline:
         self.options = spec.options
         self.trace = spec.options.trace
         self.next_step = 0
+        self._closed = False
         self.mesh = mesh
         self._context = ContextParallel(mesh.cp) if mesh.cp.size > 1 else None
         self.device = device_of(spec.options, mesh)
@@ -405,7 +406,11 @@ class Pipeline:
         return self._losses.terms
 
     def _require(self, given: GivenBatch, targets: bool = True) -> None:
-        """Raise UsageError for a keyword argument that no layer takes, and for no targets where they are needed."""
+        """Raise UsageError in a closed pipeline, for a keyword argument that no layer takes, and for no targets where they are
+        needed.
+        """
+        if self._closed:
+            raise UsageError(f"{given.method}: the pipeline is closed; build it again")
         for part in given.parts:
             self._assembly.keywords.require(given.method, part[2])
             if targets:
@@ -693,7 +698,8 @@ class Pipeline:
         return self._alarm.waiting_for_device(self.device)
 
     def close(self) -> None:
-        """End the watchdog. Call it on every rank before the process group is destroyed."""
+        """End the watchdog and the connections. Call it on every rank before the process group is destroyed; no step follows."""
+        self._closed = self._distributed
         if self.sync is not None:
             self.sync.weights.wait()
         self._losses.close()
