@@ -49,7 +49,7 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.flight import StepResult
-from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
+from pipeloom.runtime.grad_sync import StepGradients, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.links import run_store
@@ -630,6 +630,7 @@ class Pipeline:
         """
         return self._gradients.norm(self.counts_in_norm, self.mesh.everyone, self.device)
 
+    @of_annotated_types
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
 
@@ -641,9 +642,10 @@ class Pipeline:
         Returns:
             the norm before, as `grad_norm`.
         """
-        most = checked_max_norm(max_norm)
+        if not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number of at least 0")
         norm = self.grad_norm()
-        self._gradients.clip(norm.item(), most)
+        self._gradients.clip(norm.item(), max_norm)
         return norm
 
     def adopt(self, schedule: Schedule) -> None:
