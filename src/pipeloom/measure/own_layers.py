@@ -56,7 +56,7 @@ def profile(
     require_whole("repeats", repeats)
     options = RuntimeOptions(device=device, trace=str(device).startswith("cuda"))
     schedule = one_by_one(len(layers), [SPLIT_BACKWARD, WHOLE_BACKWARD])
-    pipeline = LocalPipeline(list(layers), schedule, loss=loss, stages=(1,) * len(layers), options=options)
+    pipeline = LocalPipeline([*layers], schedule, loss=loss, stages=(1,) * len(layers), options=options)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for step in range(repeats + 1):
         pipeline.step(microbatches=[(inputs, targets)] * 2)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 
-from pipeloom.errors import ConfigError, UsageError, first_line
+from pipeloom.errors import ConfigError, first_line
 from pipeloom.limits import of_annotated_types
 from pipeloom.models.layers import shared_names
 from pipeloom.ops.layer import Layer
@@ -42,7 +42,7 @@ class AutoLayers:
 
 
 @of_annotated_types
-def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
+def auto_layers(model: nn.Module, example_batch: Tensor | Sequence[Tensor]) -> AutoLayers:
     """Cut `model` before each entry of its trunk and after the last one.
 
     The trunk is the `nn.Sequential` or `nn.ModuleList`, or several of them, with at least half of the parameters. The model's
@@ -54,13 +54,10 @@ def auto_layers(model: nn.Module, example_batch: Any) -> AutoLayers:
         example_batch: a tensor, or a tuple of the model's positional arguments; arguments left out keep their defaults.
 
     Raises:
-        UsageError: an example that the model does not accept. ConfigError: a model that cannot be cut, with the reason.
+        UsageError: an example that is no tensors. ConfigError: a model that cannot be cut, with the reason. What the model
+            itself raises for the example.
     """
-    inputs = tuple(example_batch) if isinstance(example_batch, (tuple, list)) else (example_batch,)
-    if not all(isinstance(value, Tensor) for value in inputs):
-        raise UsageError(
-            "the example batch must be a tensor, or a tuple of tensors in the order of the forward's arguments"
-        )
+    inputs = tuple(example_batch) if isinstance(example_batch, Sequence) else (example_batch,)
     name = type(model).__name__
     modes = {module: module.training for module in model.modules()}
     model.eval()

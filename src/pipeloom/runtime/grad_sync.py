@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeloom.errors import UsageError
 from pipeloom.ops.checksum import checksums
 from pipeloom.ops.segments import standstill
 from pipeloom.parallel.buckets import Bucket
@@ -309,14 +307,3 @@ def summed_over(mesh: Mesh, options: RuntimeOptions) -> str | None:
     if mesh.tp.size > 1:
         return "tensor-parallel ranks"
     return IN_MAIN_GRADIENTS if options.main_gradients or options.shard_gradients else None
-
-
-def checked_max_norm(max_norm: float) -> float:
-    """Return `max_norm` as a float. Raises UsageError if it is negative or not a number."""
-    try:
-        most = float(max_norm)
-    except (TypeError, ValueError):
-        most = math.nan
-    if not most >= 0:
-        raise UsageError(f"clip_grad_norm_: max_norm is {max_norm!r}; it must be a number of at least 0")
-    return most

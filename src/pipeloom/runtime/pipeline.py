@@ -49,7 +49,7 @@ from pipeloom.runtime.batch import (
 from pipeloom.runtime.engine import RankEngine, RankStats, clock_offset, measured_rank, merged_timeline
 from pipeloom.runtime.executor import Executor
 from pipeloom.runtime.flight import StepResult
-from pipeloom.runtime.grad_sync import StepGradients, checked_max_norm, summed_over
+from pipeloom.runtime.grad_sync import StepGradients, summed_over
 from pipeloom.runtime.health import handshake
 from pipeloom.runtime.health.fault_injection import Faults
 from pipeloom.runtime.health.links import meet, run_store
@@ -166,6 +166,7 @@ class Pipeline:
         self.options = spec.options
         self.trace = spec.options.trace
         self.next_step = 0
+        self._closed = False
         self.mesh = mesh
         self._context = ContextParallel(mesh.cp) if mesh.cp.size > 1 else None
         self.device = device_of(spec.options, mesh)
@@ -403,7 +404,11 @@ class Pipeline:
         return self._losses.terms
 
     def _require(self, given: GivenBatch, targets: bool = True) -> None:
-        """Raise UsageError for a keyword argument that no layer takes, and for no targets where they are needed."""
+        """Raise UsageError in a closed pipeline, for a keyword argument that no layer takes, and for no targets where they are
+        needed.
+        """
+        if self._closed:
+            raise UsageError(f"{given.method}: the pipeline is closed; build it again")
         for part in given.parts:
             self._assembly.keywords.require(given.method, part[2])
             if targets:
@@ -623,6 +628,7 @@ class Pipeline:
         """
         return self._gradients.norm(self.counts_in_norm, self.mesh.everyone, self.device)
 
+    @of_annotated_types
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
 
@@ -634,9 +640,10 @@ class Pipeline:
         Returns:
             the norm before, as `grad_norm`.
         """
-        most = checked_max_norm(max_norm)
+        if not max_norm >= 0:
+            raise UsageError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number of at least 0")
         norm = self.grad_norm()
-        self._gradients.clip(norm.item(), most)
+        self._gradients.clip(norm.item(), max_norm)
         return norm
 
     def adopt(self, schedule: Schedule) -> None:
@@ -691,7 +698,8 @@ class Pipeline:
         return self._alarm.waiting_for_device(self.device)
 
     def close(self) -> None:
-        """End the watchdog. Call it on every rank before the process group is destroyed."""
+        """End the watchdog and the connections. Call it on every rank before the process group is destroyed; no step follows."""
+        self._closed = self._distributed
         if self.sync is not None:
             self.sync.weights.wait()
         self._losses.close()

@@ -62,6 +62,24 @@ def words(call: Callable[[], object]) -> str:
 
 
 METHODS = ("step", "forward_backward", "evaluate", "predict")
+
+
+def after_close(rank: int) -> list[str]:
+    pipeline = Pipeline(blocks(2), S.one_f_one_b(2, 2), loss=mse)
+    pipeline.step(*batch(4))
+    pipeline.close()
+    pipeline.close()
+    return [
+        words(lambda method=method: getattr(pipeline, method)(*batch(4)[: 1 + (method != "predict")]))
+        for method in METHODS
+    ]
+
+
+def test_a_closed_pipeline_runs_nothing() -> None:
+    want = [f"UsageError: {method}: the pipeline is closed; build it again" for method in METHODS]
+    assert run_ranks(after_close, 2) == [want] * 2
+
+
 MISSPELT = (
     ("scael", "did you mean 'scale'?"),
     ("shfit", "did you mean 'shift'?"),

@@ -138,7 +138,7 @@ def test_refused(model: nn.Module, words: str) -> None:
 
 
 def test_an_example_that_is_no_tensor() -> None:
-    with pytest.raises(UsageError, match="the example batch must be a tensor, or a tuple of tensors"):
+    with pytest.raises(UsageError, match=r"example_batch is .*; it must be a Tensor or a Sequence\[Tensor\]"):
         pl.auto_layers(Small(), {"tokens": torch.zeros(1, 6)})
 
 
