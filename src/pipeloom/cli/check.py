@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeloom.cli.options import CostFlags, SendFlags, argument, bytes_with, flag, with_options
 from pipeloom.cli.output import emit, json_flag
-from pipeloom.errors import ScheduleError
+from pipeloom.errors import ArgumentError, ScheduleError, UsageError
 from pipeloom.schedule import Costs, Schedule, check, simulate
 from pipeloom.schedule.channels import size_words
 from pipeloom.schedule.check import CheckedTransport
@@ -66,7 +66,10 @@ def _require_memory(
         if text is None:
             continue
         limit = bytes_with(values, text, option)
-        peaks = simulate(schedule, values).peak_bytes.get(pool, (0.0,))
+        try:
+            peaks = simulate(schedule, values).peak_bytes.get(pool, (0.0,))
+        except ArgumentError as error:  # of a value in the file, which no flag gives
+            raise UsageError(f"--costs {costs}: {error}") from None
         if max(peaks) > limit:
             raise ScheduleError(
                 f"rank {peaks.index(max(peaks))} holds {size_words(max(peaks))} in pool {pool} at once, and {option} is "

@@ -51,3 +51,12 @@ def test_limits_are_in_bytes(words):
         UsageError, match="--memory is '1GiB', and the costs have no bytes to compare: add --costs FILE"
     ):
         app([*words[:2], "--memory", "1GiB"], standalone_mode=False)
+
+
+def test_costs_of_other_stages_are_refused_by_their_file(words, tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps(costs_dict(COSTS) | {"forward": [1, 1, 1]}))
+    with pytest.raises(
+        UsageError,
+        match=r"^--costs \S+costs.json: forward has 3 values and the schedule 2 stages: give one number or 2$",
+    ):
+        app([*words, "--memory", "6"], standalone_mode=False)
