@@ -326,6 +326,8 @@ class Stage:
             state.release()
         if flight.specs is None:
             return ()
+        if not flight.read:
+            return (_leaf_gradients(group.inputs, flight.specs),)
         cut = len(group.inputs) - flight.read
         by_position = _leaf_gradients(group.inputs[:cut], flight.specs[:cut])
         by_name = zip(group.inputs[cut:], flight.specs[cut:], strict=True)
