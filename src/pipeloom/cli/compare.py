@@ -62,7 +62,7 @@ class TableFlags:
     attention_tokens: int | None = flag(
         None, "N", "Tokens of a sequence of --lengths at which attention takes as long as all else.", min=1
     )
-    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble or moe.")
+    paper: str | None = flag(None, "NAME", "Recompute a published table: zero-bubble, moe or pipemorph.")
 
     def require(self, names: Sequence[str], output: OutputFlags, sizes: Sizes, costs: Sequence[Any]) -> None:
         """Raise UsageError for schedules, drawings, sizes and costs (dataclasses of flags) that a table has of its own."""

@@ -1,19 +1,38 @@
-"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from what it publishes (`NAME.toml`)."""
+"""`pipeloom compare --paper NAME`: a table of a paper, recomputed from what it publishes (`NAME.toml`, or steps)."""
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
+from dataclasses import replace
+from functools import cache
 from importlib import resources
 from math import isclose
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pipeloom.draw.figures import in_columns, number
 from pipeloom.draw.tables import shared_costs
 from pipeloom.errors import UsageError, did_you_mean
+from pipeloom.limits import SCHEDULE_BYTES, read_text
 from pipeloom.schedule import Costs, simulate
+from pipeloom.schedule.costs import Sends
 from pipeloom.schedule.families import build
+from pipeloom.solver import search
 
-PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe.toml"}
+PAPERS = {"zero-bubble": "zero_bubble.toml", "moe": "moe.toml", "pipemorph": ""}
+
+_MEASURED_STEPS = Path(__file__).parents[3] / "benchmarks/planbench/pipemorph.json"
+_METHODS: dict[str, tuple[str, Sends]] = {
+    "1F1B": ("1f1b", "coupled"),
+    "ZB": ("zb-h1", "coupled"),
+    "ZB-CPU": ("zb-h2", "free"),
+}
+"""Method of PipeMorph -> the family that stands for its order, which is not published, and how its senders wait."""
+_SHARES = 1.0, 1.1, 0.9
+"""Shares of F, I and W in an action's time, which are not published either: products of attention have no weights."""
 
 
 def recompute(name: str) -> list[dict[str, Any]]:
@@ -21,8 +40,9 @@ def recompute(name: str) -> list[dict[str, Any]]:
 
     Raises UsageError for an unknown paper.
     """
+    rows_of = {"moe": _moe_rows, "zero-bubble": _zero_bubble_rows, "pipemorph": steps_with_slow_links}
     content = paper(name)
-    return _moe_rows(content) if name == "moe" else _zero_bubble_rows(content)
+    return rows_of[name](content)
 
 
 def _zero_bubble_rows(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -80,7 +100,59 @@ def paper(name: str) -> dict[str, Any]:
     """Return the data of a paper: title, models, and rows with their profile and published figures. Raises as `recompute`."""
     if name not in PAPERS:
         raise UsageError(f"--paper is {name!r:.200}{did_you_mean(name, PAPERS)}")
+    if name == "pipemorph":
+        content: dict[str, Any] = json.loads(read_text(_MEASURED_STEPS, SCHEDULE_BYTES, "measured steps"))
+        return content
     return tomllib.loads((resources.files("pipeloom.cli") / PAPERS[name]).read_text(encoding="utf-8"))
+
+
+def steps_with_slow_links(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one entry per measured step with slow links: run, method, milliseconds measured and here, and the relative error.
+
+    Here: the step measured without a delay, and by how much the simulated step is longer with it. A step that the authors planned
+    anew stands beside the best order that our search finds for the same links, without waits.
+    """
+    words = content["source"]
+    sizes = {model: int(ranks) for model, ranks in re.findall(r"(\w+): p (\d+)", words)}
+    steps = {
+        method: float(time) for method, time in re.findall(r"(\S+) (\d+\.?\d*)(?=[ ,]\D)", words) if method in _METHODS
+    }
+    rows = []
+    for row in content["rows"]:
+        _, model, method, links, delay = row["run"].split("/")
+        planned, m, p = method.endswith("-ReSchedule"), int(row["gbs"][0]), sizes[model]
+        base = steps[method.removesuffix("-ReSchedule")]
+        action = steps["1F1B"] / (m + p - 1) / sum(_SHARES)
+        plain = Costs(action * _SHARES[0], action * _SHARES[1], action * _SHARES[2])
+        slow = replace(plain, p2p=_delays(p, links, 1e3 * float(delay)))
+        if planned:
+            added = _searched(m, slow) - _searched(m, replace(slow, p2p=_delays(p, links, 0.0)))
+        else:
+            name, sends = _METHODS[method]
+            schedule = build(name, p, m, None)
+            times = [simulate(schedule, replace(each, sends=sends)).makespan for each in (slow, plain)]
+            added = times[0] - times[1]
+        error = (base + added) / row["ms"] - 1
+        rows.append({"run": row["run"], "method": method, "published": row["ms"], "here": base + added, "error": error})
+    return rows
+
+
+@cache
+def _searched(microbatches: int, costs: Costs) -> float:
+    """Return the makespan of the best order found within the memory of ZB-2p."""
+    ranks = len(costs.p2p)  # type: ignore[arg-type]
+    return search(ranks, microbatches, costs, 2.0 * ranks, placement="linear", iterations=200).value
+
+
+def _delays(ranks: int, links: str, delay: float) -> tuple[tuple[float, ...], ...]:
+    """Return the latency of each hop, with links such as `0_1,6_7` that the authors delay, each before the sends over it.
+
+    A rank takes peer 0 for the one before it and peer 1 for the one behind it: link 1_2 leaves rank 2's sends to rank 1 as they
+    are, and link 2_3 delays them.
+    """
+    slow = {tuple(map(int, link.split("_"))) for link in links.split(",")}
+    late = slow | {(b, a) for a, b in slow if a != 1} | ({(2, 1)} if (2, 3) in slow else set())
+    return tuple(tuple(delay * ((here, there) in late) for there in range(ranks)) for here in range(ranks))
 
 
 def costs_of(row: dict[str, Any], model: dict[str, int]) -> Costs:
@@ -118,8 +190,35 @@ def _zero_bubble_rates(row: dict[str, Any], model: dict[str, int]) -> dict[str, 
 def table(name: str, rows: list[dict[str, Any]]) -> list[str]:
     """Return lines of at most 80 columns."""
     content = paper(name)
+    if name == "pipemorph":
+        return _pipemorph_lines(rows)
     cells, notes = _moe_cells(content, rows) if name == "moe" else _zero_bubble_cells(rows)
     return [*content["title"], "", *in_columns(cells), "", *notes]
+
+
+def _pipemorph_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """Return a title, a line per step, and the errors by method."""
+    cells = [["run", "published", "here", "error"]]
+    cells += [
+        [row["run"], f"{row['published']:.0f} ms", f"{row['here']:.0f} ms", f"{100 * row['error']:+.1f} %"]
+        for row in rows
+    ]
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        errors.setdefault(row["method"], []).append(100 * abs(row["error"]))
+    notes = [
+        f"{name}: error in the median {median(each):.1f} %, at most {max(each):.1f} %" for name, each in errors.items()
+    ]
+    return [
+        "PipeMorph (NSDI 2026): steps with a slow link, measured, and predicted from the step without it",
+        "",
+        *in_columns(cells),
+        "",
+        *notes,
+        "",
+        *(f"{method}: {family} with {sends} sends" for method, (family, sends) in _METHODS.items()),
+        "ReSchedule: planned anew by the authors; here: by our search, for sends that do not wait",
+    ]
 
 
 def _zero_bubble_cells(rows: list[dict[str, Any]]) -> tuple[list[list[str]], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -51,3 +52,40 @@ def test_automatic_schedule_keeps_to_its_memory(row: dict[str, Any], share: floa
     memory, costs = share * row["ranks"], papers.costs_of(row, PAPER["models"][row["model"]])
     timeline = simulate(zb_auto(row["ranks"], row["microbatches"], memory, costs, "span"), costs)
     assert max(timeline.peak_memory) <= memory + 1e-9
+
+
+def within(rows: list[dict[str, Any]], method: str, middle: float, worst: float) -> bool:
+    errors = [abs(row["error"]) for row in rows if row["method"] == method]
+    return median(errors) <= middle and max(errors) <= worst
+
+
+def test_steps_with_slow_links_are_predicted() -> None:
+    """The orders of ZB and ZB-CPU are not published: a family stands for each."""
+    content = papers.paper("pipemorph")
+    measured = [row for row in content["rows"] if "ReSchedule" not in row["run"]]
+    rows = papers.steps_with_slow_links(content | {"rows": measured})
+    assert len(rows) == 42
+    assert within(rows, "1F1B", 0.03, 0.04)
+    assert within(rows, "ZB", 0.05, 0.36)
+    assert within(rows, "ZB-CPU", 0.08, 0.18)
+
+
+def test_the_injector_takes_peers_for_numbers() -> None:
+    """Link 2_3 delays rank 2's sends to rank 1 too, and link 1_2 leaves them as they are."""
+    content = papers.paper("pipemorph")
+    links = ("1_2", "2_3", "3_4")
+    rows = [{"run": f"x/14B/1F1B/{link}/0.03", "ms": 1.0, "gbs": ["24"]} for link in links]
+    less, more, usual = (row["here"] for row in papers.steps_with_slow_links(content | {"rows": rows}))
+    assert less < usual < more
+
+
+@pytest.mark.slow
+def test_steps_that_the_authors_planned_anew_beside_our_search() -> None:
+    content = papers.paper("pipemorph")
+    rows = papers.steps_with_slow_links(
+        content | {"rows": [row for row in content["rows"] if "ReSchedule" in row["run"]]}
+    )
+    assert len(rows) == 14
+    assert within(rows, "ZB-CPU-ReSchedule", 0.08, 0.15)
+    words = papers.table("pipemorph", rows)
+    assert any(line.startswith("ZB-CPU-ReSchedule: error in the median") for line in words)
