@@ -149,6 +149,11 @@ LONGEST_PART = 24
 # Modulo scheduling: initiation intervals tried, and the factor from one to the next. A smaller factor packs tighter.
 INTERVALS_TRIED = 300
 INTERVAL_FACTOR = 1.02
+# During a run, schedules whose interval is within this factor of its best are unrolled with this probability, on instances up
+# to this many nodes: the shortest period does not always unroll to the shortest schedule.
+CLOSE_TO_BEST = 1.004
+UNROLL_SHARE = 0.2
+LARGEST_UNROLLED = 20_000
 # Warm starts whose time per micro-batch is above the shortest by this factor are dropped.
 SLOWEST_START = 1.15
 
@@ -206,6 +211,13 @@ class PeriodSearch:
 
         def look(done: int) -> bool:
             self.work += POLL_INTERVAL * nodes
+            if (
+                self.instance.nodes < LARGEST_UNROLLED
+                and not walk.over
+                and start.interval <= CLOSE_TO_BEST * walk.interval
+                and random.random() < UNROLL_SHARE
+            ):
+                self._add(start)
             return carry_on()
 
         walk.run(ANNEALING_STEPS, start.work, look)
