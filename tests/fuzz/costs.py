@@ -330,7 +330,7 @@ def check_simulation(case: Case) -> None:
             assert close(max(level for _, level in curve), peaks[rank]), f"rank {rank}'s memory curve passes its peak"
             assert close(curve[-1][1], 0.0), f"rank {rank} ends with memory {curve[-1][1]}"
     for phases, idle in zip(timeline.idle_by_phase, timeline.idle, strict=True):
-        assert close(phases.total, idle), f"{phases} are not {idle} in all"
+        assert close(sum(phases), idle), f"{phases} are not {idle} in all"
     for idle, causes in zip(timeline.idle, timeline.idle_by_cause, strict=True):
         assert close(sum(causes.values()), idle), f"{causes} are not {idle} in all"
         assert not causes["overhead"], f"a simulation has an overhead: {causes}"
