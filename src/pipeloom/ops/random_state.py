@@ -84,8 +84,8 @@ def seeded(seed: int) -> Iterator[None]:
 
 def random_states() -> tuple[Any, Any]:
     """Return the states of Python's generator and of NumPy's global one (None: NumPy is not imported)."""
-    numpy: Any = sys.modules.get("numpy")  # which imports `numpy.random` where it is first used
-    return random.getstate(), None if numpy is None else numpy.random.get_state()
+    numpy: Any = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
 
 
 def set_random_states(states: tuple[Any, Any]) -> None:
@@ -93,14 +93,14 @@ def set_random_states(states: tuple[Any, Any]) -> None:
     python, numpy = states
     random.setstate(python)
     if numpy is not None:
-        sys.modules["numpy"].random.set_state(numpy)
+        sys.modules["numpy.random"].set_state(numpy)
 
 
 def seed_random(seed: int) -> None:
     """Seed both generators."""
     random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(seed % 2**32)
 
 
 @dataclass(frozen=True)

@@ -347,6 +347,7 @@ class Pipeline:
 
     def _start_step(self, given: GivenBatch, schedule: Schedule | None) -> PendingLoss:
         """Run a step until this rank is done."""
+        self._require_open(given.method)
         self._require(given)
         if schedule is not None:
             require_is_schedule(schedule)
@@ -403,12 +404,12 @@ class Pipeline:
         """
         return self._losses.terms
 
-    def _require(self, given: GivenBatch, targets: bool = True) -> None:
-        """Raise UsageError in a closed pipeline, for a keyword argument that no layer takes, and for no targets where they are
-        needed.
-        """
+    def _require_open(self, method: str) -> None:
         if self._closed:
-            raise UsageError(f"{given.method}: the pipeline is closed; build it again")
+            raise UsageError(f"{method}: the pipeline is closed; build it again")
+
+    def _require(self, given: GivenBatch, targets: bool = True) -> None:
+        """Raise UsageError for a keyword argument that no layer takes, and for no targets where they are needed."""
         for part in given.parts:
             self._assembly.keywords.require(given.method, part[2])
             if targets:
@@ -421,6 +422,7 @@ class Pipeline:
 
         Where layers exchange tokens between replicas (experts), all replicas' batches must have the same number of micro-batches.
         """
+        self._require_open("evaluate")
         with self._status.during("evaluation"):
             if not self._compared:
                 self._compare_replicas()
@@ -444,6 +446,7 @@ class Pipeline:
         Where the vocabulary is spread over the ranks, all compute their share of the logits, and that rank gathers them.
         Context-parallel ranks compute the whole sequences each.
         """
+        self._require_open("predict")
         spread = self._engines[0].vocabulary
         spread_layers = () if self._context is None else self._assembly.modules.values()
         with self._status.during("evaluation"), whole_sequences(spread_layers):
@@ -629,7 +632,7 @@ class Pipeline:
         return self._gradients.norm(self.counts_in_norm, self.mesh.everyone, self.device)
 
     @of_annotated_types
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float | Tensor) -> Tensor:
         """Scale all gradients in place so that `grad_norm` is at most `max_norm`; every rank must call it.
 
         As `torch.nn.utils.clip_grad_norm_` in one process.
@@ -643,7 +646,7 @@ class Pipeline:
         if not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_: max_norm is {max_norm}; it must be a number of at least 0")
         norm = self.grad_norm()
-        self._gradients.clip(norm.item(), max_norm)
+        self._gradients.clip(norm.item(), float(max_norm))
         return norm
 
     def adopt(self, schedule: Schedule) -> None:
@@ -699,7 +702,7 @@ class Pipeline:
 
     def close(self) -> None:
         """End the watchdog and the connections. Call it on every rank before the process group is destroyed; no step follows."""
-        self._closed = self._distributed
+        self._closed = self._group is not None
         if self.sync is not None:
             self.sync.weights.wait()
         self._losses.close()

@@ -233,7 +233,7 @@ def test_every_layout_makes_one_processs_steps(tmp_path: Path) -> None:
         (
             {},
             {"optimizer__name": "sgd", "optimizer__momentum": 0.0, "optimizer__nesterov": False},
-            "expected no state, or none of them; found exp_avg, exp_avg_sq, step",
+            "expected none; found exp_avg, exp_avg_sq, step",
         ),
     ],
 )

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 
 import numpy as np
-import pytest
 import torch
 
 from pipeloom.ops.random_state import seeded
@@ -31,16 +29,3 @@ def test_numbers_inside_are_the_seed_s_and_those_after_it_are_as_without() -> No
     around.append(drawn())
     assert around == plain
     assert all(first == second for first, second in zip(*inside, strict=True))
-
-
-def test_numpy_s_generator_is_seeded_before_it_is_first_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy imports `numpy.random` where a layer first asks for it."""
-    monkeypatch.delitem(sys.modules, "numpy.random")
-    np.random.seed(1)
-    plain = drawn()[1]
-    np.random.seed(1)
-    with seeded(5):
-        first = drawn()
-    with seeded(5):
-        assert drawn() == first
-    assert drawn()[1] == plain

@@ -329,9 +329,10 @@ def _complete(stored: Reader, held: Holder, present: set[str], moments: tuple[st
     """
     kinds = ("step", *moments) if "exp_avg" in moments else moments
     if present and not {*kinds} <= present <= {"step", *kinds}:
-        expected = " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:]))) or "no state"
+        expected = " and ".join(filter(None, (", ".join(kinds[:-1]), *kinds[-1:])))
+        wanted = f"{expected}, or none of them" if kinds else "none"
         raise CheckpointError(
-            f"the optimizer's state of {held.name!r}: expected {expected}, or none of them; found {', '.join(sorted(present))}"
+            f"the optimizer's state of {held.name!r}: expected {wanted}; found {', '.join(sorted(present))}"
         )
     for kind in present:
         _require_shape(stored, f"optimizer.{held.name}.{kind}", () if kind == "step" else held.shape)
