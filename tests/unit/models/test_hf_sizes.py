@@ -260,14 +260,14 @@ def test_what_plan_writes_of_a_directory_train_accepts(
     Path("model").mkdir()
     Path("model/config.json").write_text(json.dumps({**common, "model_type": kind, **more}))
     plan = ("plan", "--model", "model", "--global-batch", "8", "--seq", "2048", "--output", "run.toml")
-    for words in (("--devices", "4"), ("--layout", "pp=2,m=4"), ("--layout", "pp=2,dp=2,m=2,v=2")):
+    for words in (("--devices", "4"), ("--layout", "pp=2,m=8"), ("--layout", "pp=2,dp=2,m=4,v=2")):
         run_command(capsys, *plan, *words)
         run = tomllib.loads(Path("run.toml").read_text())
         assert run["model"] == {key: str(tmp_path / "model")}  # whose vocabulary is smaller than that of bytes
         assert "m" not in run["parallel"].get("stages", "")
         assert "would start" in run_command(capsys, "train", "run.toml", "--dry-run")
     allowed = key == "weights"
-    for option, words in (("--layout", "tp=2,m=4"), ("--fixed", "tp=2"), ("--layout", "dp=2,ep=2,m=2")):
+    for option, words in (("--layout", "tp=2,m=8"), ("--fixed", "tp=2"), ("--layout", "dp=2,ep=2,m=4")):
         devices = ("--devices", "4") if option == "--fixed" else ()
         if allowed and ("ep" not in words or kind != "llama"):
             run_command(capsys, *plan, option, words, *devices)
