@@ -23,9 +23,11 @@ from pipeloom.measure.build import build_pipeline
 from pipeloom.measure.device_profile import predicted_costs
 from pipeloom.measure.layer_bytes import layer_bytes
 from pipeloom.models.lora import is_adapter
+from pipeloom.models.mtp import ahead
 from pipeloom.plan.run import predicted as planned_run
 from pipeloom.runtime import Pipeline
 from pipeloom.train.checkpoint.manifest import read_manifest
+from pipeloom.train.checkpoint.state import stepped_states
 from pipeloom.train.hub import conversion as hub
 from pipeloom.train.hub.generate import open_model, open_pipeline
 from pipeloom.train.hub.lora_files import base_weights, begin_weights, require_targets
@@ -287,3 +289,26 @@ def test_targets_that_no_layer_has_are_refused_of_classes_of_your_own_too(tmp_pa
     with pytest.raises(ConfigError, match="no linear layer is called 'qproj'; did you mean 'q_proj'"):
         build({**flags, "lora.r": 4, "lora.target_modules": ["v_proj", "qproj"]})
     build({**flags, "lora.r": 4, "lora.target_modules": ["v_proj"]})
+
+
+AHEAD = {"model.num_nextn_predict_layers": 1, "parallel.pp": 1, "schedule.name": "1f1b", **WIDE}
+
+
+def _gradients_of_adapters(rank: int, folder: str, layout: dict[str, Any]) -> dict[str, Any]:
+    flags = {**AHEAD, **layout, "model.weights": folder, "lora.r": 2, "lora.target_modules": ["eh_proj"]}
+    _, pipeline, optimizer = build(flags)
+    pipeline.step(*tokens(), **ahead(*tokens(), 1))
+    optimizer.step(None, 0.0)
+    return {
+        state.held.name: state.values()["exp_avg"].flatten().tolist() for state in stepped_states(pipeline, optimizer)
+    }
+
+
+def test_adapters_of_a_prediction_block_have_the_gradients_of_one_process(tmp_path: Path) -> None:
+    saved(AHEAD, tmp_path, 1)
+    want = _gradients_of_adapters(0, str(tmp_path), {})
+    assert any("eh_proj.lora_B" in name for name in want)
+    for found in run_ranks(_gradients_of_adapters, 2, str(tmp_path), {"parallel.tp": 2, "parallel.sp": True}):
+        assert found.keys() == want.keys()
+        for name, values in want.items():
+            torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(values), rtol=1e-5, atol=1e-9)
