@@ -258,7 +258,12 @@ class MoELayer(nn.Module):
         *runs, shared, shape = values[: 3 * self._runs + 2]
         parts = [unpermute_and_mix(*runs[at : at + 3]) for at in range(0, len(runs), 3)]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.leave(mixed if shared is None else mixed + shared, shape), *values[3 * self._runs + 2 :]
+        return self.leave(add_shared(mixed, shared), shape), *values[3 * self._runs + 2 :]
+
+
+def add_shared(mixed: Tensor, shared: Tensor | None) -> Tensor:
+    """Return the sum of the experts' mixture and what the shared expert adds."""
+    return mixed if shared is None else mixed + shared
 
 
 def _cut(routing: Routing, chunks: int) -> list[Routing]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipeloom.models.decoder import Attention, visible
-from pipeloom.models.moe import Arrival, SparseBlock
+from pipeloom.models.moe import Arrival, SparseBlock, add_shared
 from pipeloom.ops.layer import MicrobatchContext
 from pipeloom.ops.parts import in_part
 from pipeloom.ops.segments import Compute, Segment, Values
@@ -89,8 +89,7 @@ def run_in_sequence_blocks(
     parts = []
     for (arrive, plan, shared), part in zip(landing, attended, strict=True):
         rows, weights, *_ = arrive()
-        mixed = unpermute_and_mix(rows, weights, plan)
-        parts.append((mixed if shared is None else mixed + shared).view_as(part))
+        parts.append(add_shared(unpermute_and_mix(rows, weights, plan), shared).view_as(part))
     whole = torch.cat(attended, 1)
     return (whole + block.mlp_dropout(mlp.leave(torch.cat(parts, 1), whole.shape), microbatch),)
 

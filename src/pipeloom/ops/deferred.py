@@ -284,9 +284,8 @@ def defer_weight_gradients(module: nn.Module, grad_context: WeightGradContext) -
             part.set_weight_grad_context(grad_context)
         elif type(part) is nn.Linear and nn.Linear.forward is _FORWARD:
             forward = part.__dict__.get("forward")
-            if forward is None or (
-                isinstance(forward, partial) and forward.func is _forward
-            ):  # none of its own, or ours
+            is_ours = isinstance(forward, partial) and forward.func is _forward
+            if forward is None or is_ours:
                 part.forward = partial(_forward, part, grad_context)  # type: ignore[method-assign]
 
 

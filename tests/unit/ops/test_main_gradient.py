@@ -121,3 +121,15 @@ def test_no_gradients_means_no_function_of_ours() -> None:
     net.linear.weight.requires_grad_(False)
     net.linear.bias.requires_grad_(False)
     assert net.linear(torch.ones(1, 16)).grad_fn is None
+
+
+def test_a_linear_layer_with_a_forward_of_its_own_keeps_it() -> None:
+    """One that an earlier stage has given our forward gets that of the new queue."""
+    own, plain = nn.Linear(2, 2), nn.Linear(2, 2)
+    forward = own.forward
+    own.forward = lambda x: forward(x) + 1  # type: ignore[method-assign]
+    theirs, contexts = own.forward, [WeightGradContext(), WeightGradContext()]
+    for context in contexts:
+        defer_weight_gradients(nn.ModuleList([own, plain]), context)
+        assert own.forward is theirs
+        assert plain.forward.args[1] is context  # type: ignore[attr-defined]

@@ -199,7 +199,8 @@ class Cut:
     @property
     def bytes_read(self) -> int:
         """Bytes of weights that this process has read from the directory."""
-        return 0 if self._stored is None else self._stored.files.bytes_read
+        stored = vars(self).get("_stored")  # which is opened where a layer is first loaded
+        return 0 if stored is None else stored.files.bytes_read
 
     @cached_property
     def replay(self) -> Replay:

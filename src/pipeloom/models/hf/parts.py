@@ -42,11 +42,13 @@ class Stubs:
         self._sources: dict[str, Tensor] = {}
         self._device: torch.device | None = None
         self.place(torch.device("cpu"))
+        if not names:
+            return
         # A forward may ask the first parameter for a dtype (GPT, of its attention mask).
+        first = torch.empty(0, dtype=self._like[names[0]][1])
         for part in module.modules():
-            if self._like and next(part.parameters(), None) is None:
-                first = torch.empty(0, dtype=next(iter(self._like.values()))[1])
-                part.__dict__["parameters"] = lambda recurse=True, first=first: iter([first] if recurse else ())
+            if next(part.parameters(), None) is None:
+                part.__dict__["parameters"] = lambda recurse=True: iter([first] if recurse else ())
 
     def place(self, device: torch.device) -> None:
         """Have them on `device`."""

@@ -48,9 +48,8 @@ def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
     Each box is contiguous in memory; a tensor of n dimensions needs at most 2n - 1 of them.
     """
-    sizes = [
-        math.prod(shape[dim:]) for dim in range(len(shape) + 1)
-    ]  # elements of a part at one place in the leading dimensions
+    # Elements of a part at one place in the leading dimensions, by their number.
+    sizes = [math.prod(shape[dim:]) for dim in range(len(shape) + 1)]
     while start < stop:
         dim = next(dim for dim, size in enumerate(sizes) if start % size == 0 and start + size <= stop)
         if dim == 0:
