@@ -115,6 +115,6 @@ def _runs(events: Sequence[Mapping[str, Any]]) -> Iterator[_Run]:
         other = name in (*_SENDS, *_RECEIVES) or "Optimizer." in name
         outermost.append(_Run("B" if name.startswith(_BACKWARD) else "" if other else "F", start, end))
     for kind, same in groupby(outermost, key=lambda run: run.kind):
-        first, *_, last = [*same] * 2
+        runs = list(same)
         if kind:
-            yield _Run(kind, first.start, last.end)
+            yield _Run(kind, runs[0].start, runs[-1].end)
